@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings, readable without torch: each field has one line of help, a unit where it has one, and its source."""
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+DEFAULT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def _setting(default: Any, help: str, allowed: tuple[Any, ...] | None = None) -> Any:
+    return field(default=default, metadata={"help": help, "allowed": allowed})
+
+
+@dataclass(frozen=True)
+class LograSettings:
+    """How `LograOptimizer` updates a model. Defaults are the paper's where it has them (arXiv 2610.06647).
+
+    Raises:
+        ValueError: a value is out of range, or a combination has no meaning; the message names the remedy.
+    """
+
+    rank: int = _setting(256, "Rows of each projection A: more keep more of the gradient (paper: 256).")
+    targets: str | Sequence[str] = _setting(
+        DEFAULT_TARGETS, "Layers to update: leaf names, a regular expression for whole names, or 'all-linear'."
+    )
+    projection: str = _setting(
+        "rademacher", "Kind of A, drawn anew each update.", ("rademacher", "gaussian", "orthonormal")
+    )
+    step_size: str = _setting(
+        "update_ratio",
+        "Meaning of lr: norm of the update over norm of the weights (paper), or an Adam-like learning rate.",
+        ("update_ratio", "lr"),
+    )
+    lr: float = _setting(6e-5, "Step size, in the unit step_size names; torch schedulers act on it (paper: ratio 6e-5).")
+    rule: str = _setting("row_adam", "Update rule on the sketches.", ("row_adam", "sgd"))
+    beta2: float = _setting(0.95, "Decay of the row second moment (paper: 0.95).")
+    eps: float = _setting(1e-8, "Added to the row scale, as a share of its mean over rows (paper: 1e-8).")
+    weight_decay: float = _setting(0.0, "Decoupled decay per unit of lr; only with step_size 'lr'.")
+    max_norm: float | None = _setting(None, "Clip the norm of all sketches together to this (dense meaning); none: no clip.")
+    factor_bits: int = _setting(8, "Bits per entry of the merged factors.", (8, 12, 16))
+    storage: str = _setting(
+        "auto",
+        "How selected weights are stored: fp32, split (bf16 + 8 bits), bf16 (stochastic rounding); auto: fp32 weights as "
+        "they are, bf16 weights as split.",
+        ("auto", "fp32", "split", "bf16"),
+    )
+    dithered_copy: bool = _setting(False, "With fp32 storage, keep a dithered bf16 copy that bf16 compute uses (2 bytes).")
+    others: str = _setting("frozen", "All other parameters: frozen, or trained by AdamW.", ("frozen", "adamw"))
+    others_lr: float = _setting(1e-6, "Learning rate of AdamW on the other parameters (paper's dense control: 1e-6).")
+    others_betas: tuple[float, float] = _setting((0.9, 0.95), "AdamW's betas on the other parameters.")
+    others_weight_decay: float = _setting(0.0, "AdamW's weight decay on the other parameters.")
+    seed: int = _setting(0, "Seed of projections, rounding and dither.")
+
+    def __post_init__(self) -> None:
+        for spec in fields(self):
+            allowed, value = spec.metadata["allowed"], getattr(self, spec.name)
+            if allowed is not None and value not in allowed:
+                near = difflib.get_close_matches(str(value), [str(item) for item in allowed], 1)
+                hint = f" Did you mean {near[0]!r}?" if near else ""
+                raise ValueError(f"{spec.name} is {value!r}; it must be one of {list(allowed)}.{hint}")
+        self._check_ranges()
+        self._check_combinations()
+
+    def _check_ranges(self) -> None:
+        limits = {
+            "rank": (self.rank >= 1, "at least 1"),
+            "lr": (self.lr >= 0, "0 or more"),
+            "beta2": (0 <= self.beta2 < 1, "in [0, 1)"),
+            "eps": (self.eps >= 0, "0 or more"),
+            "weight_decay": (self.weight_decay >= 0, "0 or more"),
+            "max_norm": (self.max_norm is None or self.max_norm > 0, "above 0, or None for no clipping"),
+            "others_lr": (self.others_lr >= 0, "0 or more"),
+            "others_weight_decay": (self.others_weight_decay >= 0, "0 or more"),
+        }
+        for name, (fits, allowed) in limits.items():
+            if not fits:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be {allowed}")
+
+    def _check_combinations(self) -> None:
+        if self.weight_decay and self.step_size == "update_ratio":
+            raise ValueError(
+                f"weight_decay is {self.weight_decay} with step_size 'update_ratio', where a decay per unit of lr has no "
+                f"meaning; set weight_decay to 0 or step_size to 'lr'"
+            )
+        if self.dithered_copy and self.storage not in ("auto", "fp32"):
+            raise ValueError(
+                f"dithered_copy is for fp32 storage; storage {self.storage!r} computes with what it stores. Leave it off."
+            )
+
+    def with_changes(self, **changes: Any) -> "LograSettings":
+        """A copy with some fields changed.
+
+        Raises:
+            ValueError: a name is not a setting.
+        """
+        known = [spec.name for spec in fields(self)]
+        for name in changes:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 1)
+                hint = f" Did you mean {near[0]!r}?" if near else ""
+                raise ValueError(f"{name!r} is not a setting of LograOptimizer.{hint} Settings: {', '.join(known)}")
+        return replace(self, **changes)

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Directions as integers, and the product that merges them exactly.
+
+A direction D = diag(row_factors) S is stored as integers Q per row and one fp32 scale per row, and
+A = diag(row_scales) B with integers B (`logra.sketch.projection`). The scales of A are folded into
+S before rounding, so that
+
+    D A  ~  diag(scales) (Q B),   Q B a sum of `rank` products of integers.
+
+While rank x max|Q| x max|B| <= 2^24 that sum is exact in fp32 in any order: for every blocking,
+shard, thread count and device. What follows it, M.mul_(scale) and W.sub_(M), are separate roundings
+of single elements; fused forms (addmm, addcmul, sub(alpha=)) contract them and give other bits.
+Source: section 3 of the design.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+EXACT_LIMIT = 2**24
+
+
+def max_integer(bits: int) -> int:
+    """Largest magnitude of a factor of `bits` bits."""
+    return 2 ** (bits - 1) - 1
+
+
+def check_exact(bits: int, rank: int, max_entry: int) -> None:
+    """Refuse factors whose product with A could round in fp32.
+
+    Raises:
+        ValueError: rank x max|Q| x max|B| exceeds 2^24; the message gives the largest rank that fits.
+    """
+    largest = max_integer(bits) * max_entry
+    if rank * largest > EXACT_LIMIT:
+        raise ValueError(
+            f"rank {rank} with factor_bits {bits} and a projection of integers up to {max_entry} cannot be merged exactly: "
+            f"{rank} x {max_integer(bits)} x {max_entry} exceeds 2^24. Use rank <= {EXACT_LIMIT // largest}, fewer "
+            f"factor_bits (8), or projection 'rademacher'."
+        )
+
+
+def quantise_rows(sketch: Tensor, projection_scales: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Round S diag(projection_scales) to integers, row by row.
+
+    Args:
+        sketch: S, [out_features, rank].
+        projection_scales: row scales of A, [rank].
+        bits: 8, 12 or 16.
+
+    Returns:
+        Q, int8 or int16 [out_features, rank], and steps, fp32 [out_features], with Q x steps ~ S
+        diag(projection_scales). A row of zeros has step 0.
+    """
+    folded = sketch.to(torch.float32) * projection_scales
+    largest = torch.linalg.vector_norm(folded, ord=float("inf"), dim=1)
+    # The inverse of a subnormal would be infinite; such a row is as good as zero.
+    inverse = torch.where(largest > torch.finfo(torch.float32).tiny, max_integer(bits) / largest, 0.0)
+    folded.mul_(inverse[:, None]).round_().clamp_(-max_integer(bits), max_integer(bits))
+    steps = torch.where(inverse > 0, largest / max_integer(bits), 0.0)
+    return folded.to(torch.int8 if bits == 8 else torch.int16), steps
+
+
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """fp32 matrix products that round only their result: autocast, TF32 and bf16 fast paths off."""
+    backends = (torch.backends.mkldnn.matmul, torch.backends.cuda.matmul)
+    before = [backend.fp32_precision for backend in backends]
+    try:
+        for backend in backends:
+            backend.fp32_precision = "ieee"
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            yield
+    finally:
+        for backend, precision in zip(backends, before, strict=True):
+            backend.fp32_precision = precision
+
+
+def integer_product(factors: Tensor, projection_integers: Tensor, out: Tensor | None = None) -> Tensor:
+    """Q B in fp32, exact: [rows, in_features] from Q [rows, rank] and B int8 [rank, in_features].
+
+    Call it inside `exact_products`. On a CPU, 8-bit factors go through the integer product, whose
+    int32 sums are the same numbers.
+    """
+    if factors.dtype == torch.int8 and factors.device.type == "cpu":
+        product = torch._int_mm(factors, projection_integers)
+        return product.to(torch.float32) if out is None else out.copy_(product)
+    wide, signs = factors.to(torch.float32), projection_integers.to(torch.float32)
+    return torch.mm(wide, signs) if out is None else torch.mm(wide, signs, out=out)
+
+
+def update_square_norm(factors: Tensor, scales: Tensor, projection_gram: Tensor) -> Tensor:
+    """||diag(scales) Q B||_F^2 = <(E G), E> with E = diag(scales) Q and G = B B^T: no dense matrix."""
+    scaled = factors.to(torch.float32) * scales[:, None]
+    return ((scaled @ projection_gram) * scaled).sum(dtype=torch.float64)
+
+
+def gram(projection_integers: Tensor) -> Tensor:
+    """B B^T, fp32 [rank, rank]. Exact for signs up to 2^24 columns, fp32-rounded beyond."""
+    wide = projection_integers.to(torch.float32)
+    return wide @ wide.T

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""W <- decay W - scales (Q B), row block by row block, with the share of the step that arrived."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from logra.optim.factors import integer_product
+from logra.optim.storage import Block, WeightStorage
+
+BLOCK_ELEMENTS = 1 << 18
+
+
+@dataclass(frozen=True)
+class LayerStep:
+    """The step of one weight, as trainer and replica both hold it; every number is final.
+
+    Attributes:
+        factors: Q, int8 or int16 [out_features, rank].
+        projection_integers: B, int8 [rank, in_features].
+        scales: fp32 [out_features]: alpha, f, row factor, integer step and clipping in one, made once.
+        decay_factor: what W is multiplied by first, an fp32 number; 1 for none.
+        update: number of the update, which keys the rounding bits.
+    """
+
+    factors: Tensor
+    projection_integers: Tensor
+    scales: Tensor
+    decay_factor: float
+    update: int
+
+    def move(self, rows: range, out: Tensor | None = None) -> Tensor:
+        """M, fp32 [len(rows), in_features]: what is subtracted from those rows."""
+        part = slice(rows.start, rows.stop)
+        return integer_product(self.factors[part], self.projection_integers, out).mul_(self.scales[part, None])
+
+    def decayed(self, values: Tensor) -> Tensor:
+        """`values` after the decoupled decay, one rounded fp32 product; the same tensor when there is none."""
+        return values if self.decay_factor == 1.0 else values * self.decay_factor
+
+
+@dataclass
+class RealisedShare:
+    """Projections of a change on the intended one, summed over blocks and layers; as tensors, so nothing waits."""
+
+    intended: Tensor
+    stored: Tensor
+    compute: Tensor
+
+    @classmethod
+    def zero(cls, device: torch.device) -> "RealisedShare":
+        return cls(*(torch.zeros((), dtype=torch.float64, device=device) for _ in range(3)))
+
+    def add(self, before: Block, intended: Tensor, after: Block) -> None:
+        """Count one block: how much of `intended` arrived in the stored and in the computing weight."""
+        intended = intended.flatten()
+        self.intended += torch.dot(intended, intended)
+        self.stored += torch.dot(intended, (after.stored - before.stored).flatten())
+        change = after.compute.to(torch.float32) - before.compute.to(torch.float32)
+        self.compute += torch.dot(intended, change.flatten())
+
+
+def row_blocks(rows: int, columns: int) -> list[range]:
+    """Row ranges of about BLOCK_ELEMENTS entries, which stay in a processor's cache."""
+    size = max(1, BLOCK_ELEMENTS // max(1, columns))
+    return [range(start, min(start + size, rows)) for start in range(0, rows, size)]
+
+
+def merge(storage: WeightStorage, step: LayerStep, share: RealisedShare | None = None) -> None:
+    """Apply one step in place. Call it inside `exact_products`; the bits do not depend on the blocking."""
+    for rows in row_blocks(storage.layer.out_features, storage.layer.in_features):
+        before = storage.read(rows)
+        move, start = step.move(rows), step.decayed(before.stored)
+        if share is None:
+            after = storage.rounded(rows, torch.sub(start, move, out=move), step.update)
+        else:
+            after = storage.rounded(rows, start - move, step.update)
+            intended = move.neg_() if start is before.stored else (start - before.stored).sub_(move)
+            share.add(before, intended, after)
+        storage.write(rows, after)

@@ -1,0 +1,340 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`LograOptimizer`: low-rank gradient sketches as a `torch.optim.Optimizer` for any training loop.
+
+    optimizer = LograOptimizer(model, rank=256)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+The gradient of a selected weight is never built: `weight.grad` stays None, backward fills the
+sketches, `step` merges the update into the weights and draws new projections. For controllers the
+step comes in two phases, `propose()` and then `apply(alpha)` or `discard()`.
+"""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from logra.config import LograSettings
+from logra.optim.factors import check_exact, exact_products
+from logra.optim.merge import RealisedShare, merge
+from logra.optim.proposal import Proposal, make_proposal
+from logra.optim.storage import WeightStorage, make_storage
+from logra.sketch.hooks import Sketches, attach
+from logra.sketch.projection import KINDS
+
+STATE_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class AppliedUpdate:
+    """What a step did.
+
+    Attributes:
+        update: its number, from 1.
+        norm: ||alpha f D A|| over all selected weights.
+        sketch_norm: norm of all gradients together before clipping.
+        realised_stored: share of the step that arrived in the stored weights (projection on the intended step).
+        realised_compute: the same for the weights that bf16 compute uses.
+        skip_reason: why nothing was changed, or None.
+    """
+
+    update: int
+    norm: float
+    sketch_norm: float
+    realised_stored: float | None = None
+    realised_compute: float | None = None
+    skip_reason: str | None = None
+
+
+class LograOptimizer(torch.optim.Optimizer):
+    """Updates selected linear weights from low-rank sketches of their gradients.
+
+    Args:
+        model: its selected layers' forward is replaced (see `logra.sketch.hooks`); `detach` restores it.
+        settings: all settings at once; or leave it out and name those that differ from the defaults.
+        **changes: fields of `LograSettings`, such as rank=64, lr=1e-4, step_size="lr", storage="bf16".
+
+    Attributes:
+        sketches: the attached sketches; `sketches.coverage` says what is selected.
+        updates: updates applied. skipped: updates skipped (non-finite, no backward). zero_updates:
+            applied updates without a direction.
+        last: the `AppliedUpdate` of the latest step.
+
+    Raises:
+        ValueError: settings or model are unusable; the message names value, what is allowed, and remedy.
+    """
+
+    def __init__(self, model: nn.Module, settings: LograSettings | None = None, **changes: Any) -> None:
+        self.settings = (settings or LograSettings()).with_changes(**changes)
+        _check_factors(self.settings)
+        s = self.settings
+        self.sketches: Sketches = attach(model, s.targets, s.rank, s.projection, s.seed)
+        self.updates = self.skipped = self.zero_updates = 0
+        self.last: AppliedUpdate | None = None
+        self._proposal: Proposal | None = None
+        self._model = model
+        try:
+            self.storages: dict[str, WeightStorage] = {
+                layer.name: make_storage(layer, s.storage, s.seed, s.dithered_copy) for layer in self.sketches
+            }
+        except ValueError:
+            self.sketches.detach()
+            raise
+        self._others = _others(model, self.sketches)
+        self._others_required_grad = [parameter.requires_grad for parameter in self._others]
+        trained = s.others == "adamw"
+        for parameter in self._others:
+            parameter.requires_grad_(parameter.requires_grad and trained)
+        self._trained_others = [parameter for parameter in self._others if parameter.requires_grad]
+        selected = {"params": [layer.weight for layer in self.sketches], "lr": s.lr, "weight_decay": s.weight_decay}
+        super().__init__([selected], {"lr": s.lr, "weight_decay": s.weight_decay})
+        self._adamw: torch.optim.AdamW | None = None
+        if self._trained_others:
+            self._adamw = torch.optim.AdamW(
+                self._trained_others, lr=s.others_lr, betas=s.others_betas, weight_decay=s.others_weight_decay
+            )
+            self.add_param_group(dict(self._adamw.param_groups[0]))
+            self._share_with_adamw()
+        for layer in self.sketches:
+            self._state(layer.name)["row_second_moment"] = torch.zeros(layer.out_features, device=layer.weight.device)
+
+    def _share_with_adamw(self) -> None:
+        """One home for the other parameters' groups and state: schedulers and checkpoints see them here."""
+        if self._adamw is not None:
+            self._adamw.param_groups = self.param_groups[1:]
+            self._adamw.state = self.state
+
+    def _state(self, name: str) -> dict[str, Any]:
+        return self.state[self.sketches.layers[name].weight]
+
+    # One phase: any training loop
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Take the step that the sketches since the last one ask for; skip it, with a warning, if it is not finite."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        proposal = self.propose()
+        if proposal.skip_reason is None:
+            self.apply()
+        else:
+            self.skip()
+            warnings.warn(f"update {proposal.update} skipped: {proposal.skip_reason}; weights unchanged", stacklevel=2)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all sketches and the other parameters' gradients."""
+        self._proposal = None
+        self.sketches.clear()
+        super().zero_grad(set_to_none)
+
+    # Two phases: controllers
+
+    @torch.no_grad()
+    def propose(self) -> Proposal:
+        """Size the step that the sketches ask for. No weight, moment or counter changes."""
+        lr, decay = float(self.param_groups[0]["lr"]), float(self.param_groups[0]["weight_decay"])
+        moments = {name: self._state(name)["row_second_moment"] for name in self.sketches.layers}
+        grads = [parameter.grad for parameter in self._trained_others if parameter.grad is not None]
+        square_norm = torch.stack([torch.linalg.vector_norm(g.float()).cpu() for g in grads]).square().sum() if grads else None
+        with exact_products():
+            self._proposal = make_proposal(self.sketches, moments, self.updates, (lr, decay), square_norm, self.settings)
+        return self._proposal
+
+    @torch.no_grad()
+    def apply(self, alpha: float = 1.0) -> AppliedUpdate:
+        """Merge `alpha` times the proposed step, commit moments and counters, and draw new projections.
+
+        Raises:
+            RuntimeError: nothing is proposed, or the proposal must not be applied.
+        """
+        proposal = self._proposal
+        if proposal is None:
+            raise RuntimeError("there is nothing to apply: call propose() after backward, once for each apply()")
+        if proposal.skip_reason is not None:
+            raise RuntimeError(f"the proposal cannot be applied ({proposal.skip_reason}); call skip() or discard()")
+        share = RealisedShare.zero(torch.device("cpu"))
+        with exact_products():
+            for proposed in proposal.layers:
+                step = proposal.step_of(proposed, alpha)
+                if step is not None:
+                    merge(self.storages[proposed.layer.name], step, share)
+                self._state(proposed.layer.name)["row_second_moment"] = proposed.next_second_moment
+        self._step_others(alpha, proposal.clip)
+        self._warn_of_unreached_layers()
+        self.updates += 1
+        self.zero_updates += proposal.is_zero
+        intended = float(share.intended)
+        self.last = AppliedUpdate(
+            proposal.update,
+            abs(alpha) * proposal.norm,
+            proposal.sketch_norm,
+            float(share.stored) / intended if intended else None,
+            float(share.compute) / intended if intended else None,
+        )
+        self._next_update()
+        return self.last
+
+    def discard(self) -> None:
+        """Drop the proposal. Sketches, weights, moments and counters are as if it had never been made."""
+        self._proposal = None
+
+    def skip(self) -> None:
+        """Give up this update: drop its sketches and gradients, count it as skipped, change nothing else."""
+        proposal = self._proposal
+        self.skipped += 1
+        if proposal is not None:
+            self.last = AppliedUpdate(proposal.update, 0.0, proposal.sketch_norm, skip_reason=proposal.skip_reason)
+        self._next_update()
+        for parameter in self._trained_others:
+            parameter.grad = None
+
+    def _next_update(self) -> None:
+        self._proposal = None
+        self.sketches.draw(self.updates + 1)
+
+    def _step_others(self, alpha: float, clip: float) -> None:
+        """AdamW's displacement, decay included, is linear in its learning rate: alpha scales it there."""
+        if self._adamw is None:
+            return
+        rates = [group["lr"] for group in self._adamw.param_groups]
+        for parameter in self._trained_others:
+            if parameter.grad is not None and clip != 1.0:
+                parameter.grad.mul_(clip)
+        try:
+            for group in self._adamw.param_groups:
+                group["lr"] = group["lr"] * alpha
+            self._adamw.step()
+        finally:
+            for group, rate in zip(self._adamw.param_groups, rates, strict=True):
+                group["lr"] = rate
+
+    def _warn_of_unreached_layers(self) -> None:
+        missed = self.sketches.never_reached() if self.updates == 0 else []
+        if missed:
+            warnings.warn(
+                f"{len(missed)} of {len(self.sketches)} selected layers got no gradient in the first update, such as "
+                f"{missed[:3]}. If they are meant to: reentrant activation checkpointing needs an input that asks for "
+                f"gradients (set use_reentrant=False), and code that reads layer.weight itself bypasses the sketch.",
+                stacklevel=4,
+            )
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Plain tensors, numbers and strings: torch's format plus the key "logra". Loads with weights_only=True.
+
+        Sketches of an unfinished update are left out, as gradients are.
+        """
+        state = super().state_dict()
+        names = list(self.sketches.layers)
+        for index, name in enumerate(names):
+            state["state"][index] = {**state["state"][index], **self.storages[name].extra_state()}
+        s = self.settings
+        state["logra"] = {
+            "format": STATE_FORMAT,
+            "updates": self.updates,
+            "skipped": self.skipped,
+            "zero_updates": self.zero_updates,
+            "fixed": {"rank": s.rank, "projection": s.projection, "rule": s.rule, "seed": s.seed},
+            "storage": {name: storage.kind for name, storage in self.storages.items()},
+            "groups": {layer.name: layer.group.name for layer in self.sketches},
+        }
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Continue where `state_dict` was made. Load the model's weights first.
+
+        Raises:
+            ValueError: the state was made by another optimizer, for other layers or with settings that differ.
+        """
+        extra = state_dict.get("logra")
+        if not isinstance(extra, dict) or extra.get("format") != STATE_FORMAT:
+            raise ValueError(
+                f"this is not a state of LograOptimizer in format {STATE_FORMAT} (key 'logra' is {extra!r:.80}); "
+                f"load it into the optimizer that saved it"
+            )
+        self._check_same(extra)
+        super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
+        self._share_with_adamw()
+        self.sketches.restore_groups(extra["groups"])
+        for index, name in enumerate(self.sketches.layers):
+            saved = state_dict["state"][index]
+            device = self.sketches.layers[name].weight.device
+            # torch casts state to the dtype of its parameter; moments stay fp32 whatever that is.
+            self.state[self.sketches.layers[name].weight] = {
+                "row_second_moment": saved["row_second_moment"].to(device, torch.float32, copy=True)
+            }
+            self.storages[name].load_extra_state(saved)
+        self.updates, self.skipped = extra["updates"], extra["skipped"]
+        self.zero_updates = extra["zero_updates"]
+        self._next_update()
+
+    def _check_same(self, extra: dict[str, Any]) -> None:
+        s = self.settings
+        now = {"rank": s.rank, "projection": s.projection, "rule": s.rule, "seed": s.seed}
+        differing = {key: (value, now[key]) for key, value in extra["fixed"].items() if now.get(key) != value}
+        if differing:
+            shown = ", ".join(f"{key} {saved!r} (now {here!r})" for key, (saved, here) in differing.items())
+            raise ValueError(f"the state was saved with {shown}; make the optimizer with the saved values to continue")
+        storage = {name: kept.kind for name, kept in self.storages.items()}
+        if storage != extra["storage"]:
+            raise ValueError(
+                f"the state was saved for other layers or storages ({_first_difference(extra['storage'], storage)}); make "
+                f"the optimizer with the same targets and storage to continue"
+            )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Used at construction only; the groups of a LograOptimizer follow from its model and settings."""
+        if hasattr(self, "_adamw") and len(self.param_groups) > 1:
+            raise ValueError("a LograOptimizer takes its parameters from the model; use `targets` and `others` instead")
+        super().add_param_group(param_group)
+
+    # Looking and leaving
+
+    def state_bytes(self) -> dict[str, int]:
+        """Bytes now held for training beside the model: sketches, row moments, projections, storage extras, AdamW."""
+        layers = list(self.sketches)
+        projections = [group.projection for group in self.sketches.groups.values()]
+        adamw = [t for p in self._trained_others for t in self.state[p].values() if isinstance(t, Tensor)]
+        return {
+            "sketches": sum(_bytes(layer.sketch) for layer in layers if layer.sketch is not None),
+            "row_second_moments": sum(_bytes(self._state(layer.name)["row_second_moment"]) for layer in layers),
+            "projections": sum(projection.kept_bytes() for projection in projections if projection is not None),
+            "storage_extras": sum(storage.extra_bytes() for storage in self.storages.values()),
+            "others": sum(map(_bytes, adamw)) + sum(_bytes(p.grad) for p in self._trained_others if p.grad is not None),
+        }
+
+    def detach(self) -> None:
+        """Restore the model's forwards and requires_grad flags; weights keep their values and dtype."""
+        self.sketches.detach()
+        for parameter, flag in zip(self._others, self._others_required_grad, strict=True):
+            parameter.requires_grad_(flag)
+
+
+def _check_factors(settings: LograSettings) -> None:
+    check_exact(settings.factor_bits, settings.rank, KINDS[settings.projection].max_entry)
+
+
+def _others(model: nn.Module, sketches: Sketches) -> list[nn.Parameter]:
+    selected = {id(layer.weight) for layer in sketches}
+    return [parameter for parameter in model.parameters() if id(parameter) not in selected]
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _first_difference(saved: dict[str, str], here: dict[str, str]) -> str:
+    for name in sorted(set(saved) | set(here)):
+        if saved.get(name) != here.get(name):
+            return f"{name}: {saved.get(name, 'absent')} then, {here.get(name, 'absent')} now"
+    return "same layers"

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From sketches to a proposed step: clipping, row factors, one factor f for all layers. Changes nothing.
+
+    ||f D A||_all / ||W||_all = update_ratio        step_size "update_ratio" (paper, section 2.3)
+    f = lr                                          step_size "lr"
+
+A `Proposal` fixes the integers of every layer's step; probe, check and merge make the same ones from it.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from logra.config import LograSettings
+from logra.optim.factors import gram, quantise_rows, update_square_norm
+from logra.optim.merge import LayerStep
+from logra.optim.row_adam import RowStatistics, next_second_moment, row_factors
+from logra.sketch.hooks import Sketches
+from logra.sketch.layer_sketch import LayerSketch
+
+
+@dataclass(frozen=True)
+class LayerProposal:
+    """What one layer would do.
+
+    Attributes:
+        layer: the layer; its sketch is read again when the integers are made.
+        next_second_moment: v after the update, fp32 [out_features].
+        row_factors: fp32 [out_features], clipping included; None where the sketch is absent or zero.
+    """
+
+    layer: LayerSketch
+    next_second_moment: Tensor
+    row_factors: Tensor | None
+
+    def integers(self, bits: int) -> tuple[Tensor, Tensor]:
+        """Q [out_features, rank] and, in fp32 [out_features], the unit step of each row (alpha = f = 1)."""
+        layer, projection = self.layer, self.layer.group.projection
+        assert self.row_factors is not None and layer.sketch is not None and projection is not None
+        factors, steps = quantise_rows(layer.sketch, projection.row_scales(), bits)
+        return factors, steps * self.row_factors
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A step that has been sized but not taken.
+
+    Attributes:
+        update: number of the update it would be, from 1.
+        layers: what each layer would do, in the model's order.
+        factor: f, common to all layers.
+        norm: ||f D A|| over all layers.
+        weight_norm: ||W|| over all layers (0 unless step_size is "update_ratio").
+        sketch_norm: norm of all gradients together before clipping, in its dense meaning.
+        clip: what the gradients were scaled by, at most 1.
+        decay_factor: what weights are multiplied by before the step (alpha = 1).
+        bits: bits of the integers.
+        skip_reason: why this proposal must not be applied, or None.
+    """
+
+    update: int
+    layers: tuple[LayerProposal, ...]
+    factor: float
+    norm: float
+    weight_norm: float
+    sketch_norm: float
+    clip: float
+    weight_decay_step: float
+    bits: int
+    skip_reason: str | None = None
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether there is no direction at all: every sketch is zero."""
+        return self.skip_reason is None and self.norm == 0
+
+    def step_of(self, proposed: LayerProposal, alpha: float) -> LayerStep | None:
+        """The final numbers of one layer's step at `alpha`; None where nothing would change."""
+        decay_factor = float(torch.tensor(1.0 - alpha * self.weight_decay_step, dtype=torch.float32))
+        projection = proposed.layer.group.projection
+        assert projection is not None
+        if proposed.row_factors is None:
+            if decay_factor == 1.0:
+                return None
+            rows, device = proposed.layer.out_features, proposed.layer.weight.device
+            factors = torch.zeros(rows, projection.rank, dtype=torch.int8, device=device)
+            scales = torch.zeros(rows, device=device)
+        else:
+            factors, unit_steps = proposed.integers(self.bits)
+            scales = (unit_steps.to(torch.float64) * (alpha * self.factor)).to(torch.float32)
+        return LayerStep(factors, projection.integers(), scales, decay_factor, self.update)
+
+
+def make_proposal(
+    sketches: Sketches,
+    second_moments: dict[str, Tensor],
+    count: int,
+    step_size: tuple[float, float],
+    others_square_norm: Tensor | None,
+    settings: LograSettings,
+) -> Proposal:
+    """Size the step that the present sketches ask for; nothing is changed.
+
+    Args:
+        sketches: with the sums of all micro-batches.
+        second_moments: v of each layer by name, fp32 [out_features].
+        count: updates that v has seen so far.
+        step_size: lr (in the unit of settings.step_size) and weight decay.
+        others_square_norm: square norm of the other parameters' gradients, which the clip counts too.
+        settings: of the optimizer.
+    """
+    statistics = {
+        layer.name: RowStatistics.of(layer.sketch) for layer in sketches if layer.sketch is not None
+    }
+    total = sum((s.square_norms.sum(dtype=torch.float64).cpu() for s in statistics.values()), torch.zeros(()).double())
+    if others_square_norm is not None:
+        total = total + others_square_norm.to(torch.float64).cpu()
+    sketch_norm = math.sqrt(float(total)) if float(total) >= 0 else math.nan
+    lr, decay = step_size
+    if not statistics or not math.isfinite(sketch_norm):
+        reason = "non-finite gradient" if statistics else "no backward since the last update"
+        return Proposal(count + 1, (), 0.0, 0.0, 0.0, sketch_norm, 1.0, 0.0, settings.factor_bits, reason)
+    clip = 1.0
+    if settings.max_norm is not None and sketch_norm > settings.max_norm:
+        clip = settings.max_norm / sketch_norm
+    layers = tuple(
+        _propose_layer(layer, second_moments[layer.name], statistics.get(layer.name), count, clip, settings)
+        for layer in sketches
+    )
+    unit_norm = math.sqrt(_unit_square_norm(sketches, layers, settings.factor_bits))
+    weight_norm, factor = 0.0, lr
+    if settings.step_size == "update_ratio":
+        weight_norm = math.sqrt(sum(float(_square_norm(layer.weight)) for layer in sketches))
+        factor = lr * weight_norm / unit_norm if unit_norm > 0 else 0.0
+    reason = None if math.isfinite(factor * unit_norm) else "non-finite step"
+    return Proposal(
+        count + 1,
+        layers,
+        factor,
+        factor * unit_norm,
+        weight_norm,
+        sketch_norm,
+        clip,
+        lr * decay,
+        settings.factor_bits,
+        reason,
+    )
+
+
+def _propose_layer(
+    layer: LayerSketch, v: Tensor, statistics: RowStatistics | None, count: int, clip: float, settings: LograSettings
+) -> LayerProposal:
+    if statistics is None:
+        return LayerProposal(layer, settings.beta2 * v, None)
+    if settings.rule == "sgd":
+        return LayerProposal(layer, v, torch.full_like(v, clip))
+    new_v = next_second_moment(v, statistics, settings.beta2, clip)
+    preserve = settings.step_size == "update_ratio"
+    factors = row_factors(new_v, count + 1, settings.beta2, settings.eps, statistics, preserve)
+    return LayerProposal(layer, new_v, factors * clip)
+
+
+def _unit_square_norm(sketches: Sketches, layers: tuple[LayerProposal, ...], bits: int) -> float:
+    """||D A||^2 over all layers, of the integers that would be merged."""
+    proposed = {entry.layer.name: entry for entry in layers}
+    parts: list[Tensor] = []
+    for group in sketches.groups.values():
+        active = [proposed[layer.name] for layer in group.layers if proposed[layer.name].row_factors is not None]
+        if active and group.projection is not None:
+            projection_gram = gram(group.projection.integers())
+            parts += [update_square_norm(*entry.integers(bits), projection_gram).cpu() for entry in active]
+    return float(torch.stack(parts).sum()) if parts else 0.0
+
+
+def _square_norm(weight: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(weight.detach(), dtype=torch.float32).to(torch.float64).square()

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a selected weight is stored, and how it takes a step smaller than its own grid.
+
+| storage | bytes | stored value                                   | computing weight               |
+| fp32    | 4     | fp32                                           | nearest bf16, or a dithered copy |
+| split   | 3     | 24 bits, rounded stochastically                | bf16: floor after a fixed dither |
+| bf16    | 2     | bf16, rounded stochastically                   | itself                         |
+
+Floats are moved by integer arithmetic on their bits: adding to the low bits raises the magnitude,
+masking them floors it, carries cross into the exponent as they should. With u a fixed dither of 8
+bits per element, `split` keeps value + u: its upper 16 bits are the computing weight, and
+subtracting u again gives the 24-bit value. So a bf16 checkpoint is left untouched, and the error of
+the computing weight stays within one ulp for ever. Rounding bits and dither come from
+`logra.random_bits`, keyed by seed, weight name, update, row and column: a second holder of the
+weights makes the same bits for any block. Source: section 3 of the design.
+
+Each class forms new blocks with `rounded` and stores them with `write`, so that the outcome of a
+step can be looked at before it is taken.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from logra.random_bits import BitStream, Purpose
+from logra.sketch.layer_sketch import LayerSketch
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some rows of a weight, [rows, in_features] each.
+
+    Attributes:
+        stored: fp32, the exact stored value.
+        compute: bf16, what bf16 compute uses.
+        low: uint8, the low bits of `split`; None elsewhere.
+    """
+
+    stored: Tensor
+    compute: Tensor
+    low: Tensor | None = None
+
+
+class WeightStorage(ABC):
+    """One selected weight. `layer.weight` holds what the model computes with (fp32: what is stored)."""
+
+    kind: str
+
+    def __init__(self, layer: LayerSketch, seed: int) -> None:
+        self.layer, self.seed = layer, seed
+        self.columns = range(layer.in_features)
+
+    @abstractmethod
+    def read(self, rows: range) -> Block:
+        """The present values of some rows."""
+
+    @abstractmethod
+    def rounded(self, rows: range, target: Tensor, update: int) -> Block:
+        """What would be stored for the fp32 values `target` at `update`; `target` may be overwritten."""
+
+    @abstractmethod
+    def write(self, rows: range, block: Block) -> None:
+        """Make `block` the values of those rows."""
+
+    def extra_state(self) -> dict[str, Tensor]:
+        """Tensors beside the weight that a checkpoint needs."""
+        return {}
+
+    def load_extra_state(self, state: dict[str, Tensor]) -> None:
+        """Restore what `extra_state` gave, after the weight itself."""
+
+    def extra_bytes(self) -> int:
+        """Bytes held beside the weight."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.extra_state().values())
+
+    def _slice(self, rows: range) -> Tensor:
+        return self.layer.rows_view[rows.start : rows.stop]
+
+    def _lanes(self, purpose: Purpose, update: int, rows: range, bits: int) -> Tensor:
+        stream = BitStream.named(self.seed, self.layer.name, purpose, update)
+        return stream.lanes(rows, self.columns, bits, self.layer.weight.device)
+
+
+class Fp32Storage(WeightStorage):
+    """fp32 weights, and optionally a dithered bf16 copy that bf16 compute uses."""
+
+    kind = "fp32"
+
+    def __init__(self, layer: LayerSketch, seed: int, dithered_copy: bool = False) -> None:
+        super().__init__(layer, seed)
+        layer.weight.data = layer.weight.data.to(torch.float32)
+        self.dithered_copy = dithered_copy
+        self.refresh_copy()
+
+    def refresh_copy(self) -> None:
+        """Make the dithered copy anew from the weights."""
+        if self.dithered_copy:
+            whole = range(self.layer.out_features)
+            self.layer.compute_copy = self._dithered(whole, self._slice(whole))
+
+    def _dithered(self, rows: range, values: Tensor) -> Tensor:
+        bits = values.contiguous().view(torch.int32)
+        dither = self._lanes(Purpose.DITHER, 0, rows, 16).to(torch.int32).bitwise_and_(0xFFFF)
+        return dither.add_(bits).bitwise_right_shift_(16).to(torch.int16).view(torch.bfloat16)
+
+    def read(self, rows: range) -> Block:
+        stored = self._slice(rows)
+        copy = self.layer.compute_copy
+        return Block(stored, stored.to(torch.bfloat16) if copy is None else copy[rows.start : rows.stop])
+
+    def rounded(self, rows: range, target: Tensor, update: int) -> Block:
+        compute = self._dithered(rows, target) if self.dithered_copy else target.to(torch.bfloat16)
+        return Block(target, compute)
+
+    def write(self, rows: range, block: Block) -> None:
+        self._slice(rows).copy_(block.stored)
+        if self.layer.compute_copy is not None:
+            self.layer.compute_copy[rows.start : rows.stop] = block.compute
+
+    def load_extra_state(self, state: dict[str, Tensor]) -> None:
+        self.refresh_copy()
+
+    def extra_bytes(self) -> int:
+        return 2 * self.layer.weight.numel() if self.dithered_copy else 0
+
+
+class SplitStorage(WeightStorage):
+    """The bf16 computing weight in the model, 8 low bits beside it."""
+
+    kind = "split"
+
+    def __init__(self, layer: LayerSketch, seed: int) -> None:
+        super().__init__(layer, seed)
+        whole = range(layer.out_features)
+        values = layer.rows_view.to(torch.float32)
+        bits = values.contiguous().view(torch.int32)
+        nearest = (bits + 0x7F + ((bits >> 8) & 1)).bitwise_and_(~0xFF)
+        block = self._dither(whole, nearest)
+        layer.weight.data = block.compute.T.contiguous() if layer.transposed else block.compute
+        assert block.low is not None
+        self.low = block.low
+
+    def _dither(self, rows: range, bits: Tensor) -> Block:
+        """From the bits of 24-bit values (low byte zero): value + u, split in upper and lower part."""
+        shifted = self._lanes(Purpose.DITHER, 0, rows, 8).to(torch.int32).bitwise_left_shift_(8).add_(bits)
+        low = shifted.bitwise_right_shift(8).to(torch.uint8)
+        compute = shifted.bitwise_right_shift_(16).to(torch.int16).view(torch.bfloat16)
+        return Block(bits.view(torch.float32), compute, low)
+
+    def read(self, rows: range) -> Block:
+        compute, low = self._slice(rows).contiguous(), self.low[rows.start : rows.stop]
+        bits = compute.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
+        dither = self._lanes(Purpose.DITHER, 0, rows, 8)
+        bits.add_((low.to(torch.int32) - dither.to(torch.int32)).bitwise_left_shift_(8))
+        return Block(bits.view(torch.float32), compute, low)
+
+    def rounded(self, rows: range, target: Tensor, update: int) -> Block:
+        bits = target.view(torch.int32)
+        bits.add_(self._lanes(Purpose.ROUNDING, update, rows, 8)).bitwise_and_(~0xFF)
+        return self._dither(rows, bits)
+
+    def write(self, rows: range, block: Block) -> None:
+        assert block.low is not None
+        self._slice(rows).copy_(block.compute)
+        self.low[rows.start : rows.stop] = block.low
+
+    def extra_state(self) -> dict[str, Tensor]:
+        return {"low_bits": self.low}
+
+    def load_extra_state(self, state: dict[str, Tensor]) -> None:
+        self.low.copy_(state["low_bits"])
+
+
+class Bf16Storage(WeightStorage):
+    """bf16 weights alone; every step is rounded stochastically."""
+
+    kind = "bf16"
+
+    def __init__(self, layer: LayerSketch, seed: int) -> None:
+        super().__init__(layer, seed)
+        layer.weight.data = layer.weight.data.to(torch.bfloat16)
+
+    def read(self, rows: range) -> Block:
+        compute = self._slice(rows)
+        return Block(compute.to(torch.float32), compute)
+
+    def rounded(self, rows: range, target: Tensor, update: int) -> Block:
+        bits = target.view(torch.int32)
+        bits.add_(self._lanes(Purpose.ROUNDING, update, rows, 16).to(torch.int32).bitwise_and_(0xFFFF))
+        bits.bitwise_and_(~0xFFFF)
+        return Block(target, target.to(torch.bfloat16))
+
+    def write(self, rows: range, block: Block) -> None:
+        self._slice(rows).copy_(block.compute)
+
+
+def make_storage(layer: LayerSketch, kind: str, seed: int, dithered_copy: bool) -> WeightStorage:
+    """The storage of one layer, converting its weight where `kind` asks for another dtype.
+
+    Raises:
+        ValueError: the weight's dtype does not allow it.
+    """
+    dtype = layer.weight.dtype
+    if kind == "auto":
+        kind = "split" if dtype == torch.bfloat16 else "fp32"
+    if dtype == torch.float64:
+        raise ValueError(f"{layer.name}.weight is float64, which no storage holds; convert the model to float32")
+    if kind == "fp32":
+        return Fp32Storage(layer, seed, dithered_copy)
+    if dithered_copy:
+        raise ValueError(
+            f"dithered_copy is for fp32 storage, but {layer.name}.weight is {dtype} and is stored as {kind!r}; "
+            f"leave it off, or set storage='fp32'"
+        )
+    return SplitStorage(layer, seed) if kind == "split" else Bf16Storage(layer, seed)

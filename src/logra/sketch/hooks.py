@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attaching sketches to a model: the selected layers' forward is replaced, nothing else changes.
+
+`attach(model, ...)` gives a `Sketches`; `sketches.detach()` restores the model. Parameters, their
+names and `state_dict` keys stay as they are. Selected weights stop asking for gradients, so
+`weight.grad` stays None and no framework makes a bucket for one.
+"""
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from logra.sketch.layer_sketch import InputGroup, LayerSketch, SketchedLinear, plain_linear
+from logra.sketch.projection import KINDS, usable_rank
+from logra.sketch.targets import Coverage, coverage, find_targets, input_groups, is_conv1d, stable_name
+
+log = logging.getLogger(__name__)
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+
+
+def attach(
+    model: nn.Module, targets: str | Sequence[str], rank: int, projection: str = "rademacher", seed: int = 0
+) -> "Sketches":
+    """Make the selected linear layers sketch the gradient of their weight in backward.
+
+    Args:
+        model: any module; changed in place, restored by `Sketches.detach`.
+        targets: leaf names, a regular expression for whole names, or "all-linear".
+        rank: rows of every projection; a layer with fewer in_features uses those.
+        projection: a key of `logra.sketch.projection.KINDS`.
+        seed: seed of the run; with a group's name and the update number it fixes the projections.
+
+    Raises:
+        ValueError: no layer matches, a layer cannot be sketched, or a setting is out of range.
+    """
+    if rank < 1:
+        raise ValueError(f"rank is {rank}; it must be at least 1")
+    if projection not in KINDS:
+        raise ValueError(f"projection is {projection!r}; it must be one of {sorted(KINDS)}")
+    modules = find_targets(model, targets)
+    for name, module in modules.items():
+        _check_module(name, module)
+    _check_ties(model, modules)
+    return Sketches(model, modules, rank, projection, seed)
+
+
+class Sketches:
+    """The sketches of a model: layers, input groups, coverage.
+
+    Attributes:
+        layers: stable name -> `LayerSketch`, one per distinct weight, in the model's order.
+        groups: name -> `InputGroup`.
+        coverage: what is sketched and what is left out.
+        update: number of the update that the present projections belong to.
+    """
+
+    def __init__(self, model: nn.Module, modules: dict[str, nn.Module], rank: int, projection: str, seed: int) -> None:
+        self.rank, self.kind, self.seed = rank, projection, seed
+        self.layers: dict[str, LayerSketch] = {}
+        self.groups: dict[str, InputGroup] = {}
+        self.coverage: Coverage = coverage(model, modules)
+        self._modules = list(modules.values())
+        self._required_grad: list[tuple[nn.Parameter, bool]] = []
+        of_weight: dict[int, LayerSketch] = {}
+        for name, module in modules.items():
+            layer = of_weight.get(id(module.weight))
+            if layer is None:
+                layer = of_weight[id(module.weight)] = LayerSketch(name, module, is_conv1d(module))
+                self.layers[name] = layer
+                self._required_grad.append((layer.weight, layer.weight.requires_grad))
+                layer.weight.requires_grad_(False)
+            module.forward = SketchedForward(module, layer, self)
+        self._make_groups()
+        self._hooks = _ask_embeddings_for_gradients(model)
+        self.draw(1)
+        log.info("%s", self.coverage)
+
+    def __iter__(self) -> Iterator[LayerSketch]:
+        return iter(self.layers.values())
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def _make_groups(self) -> None:
+        in_features = {name: layer.in_features for name, layer in self.layers.items()}
+        modules = {name: layer.module for name, layer in self.layers.items()}
+        for name, members in input_groups(modules, in_features).items():
+            self._add_group(name, [self.layers[member] for member in members])
+
+    def _add_group(self, name: str, members: list[LayerSketch]) -> InputGroup:
+        in_features = members[0].in_features
+        group = InputGroup(name, in_features, usable_rank(self.rank, in_features, name))
+        group.layers = members
+        for layer in members:
+            layer.group = group
+        self.groups[name] = group
+        return group
+
+    def separate(self, layer: LayerSketch) -> None:
+        """Take a layer out of its input group: from now on it has a projection of its own."""
+        layer.group.layers.remove(layer)
+        self._draw(self._add_group(layer.name, [layer]))
+
+    def restore_groups(self, group_of: dict[str, str]) -> None:
+        """Regroup as a checkpoint says (layer name -> group name).
+
+        Raises:
+            ValueError: the layers are not those of the checkpoint.
+        """
+        if set(group_of) != set(self.layers):
+            odd = sorted(set(group_of) ^ set(self.layers))[:6]
+            raise ValueError(f"the state was saved for other layers than are attached; they differ in {odd}")
+        members: dict[str, list[LayerSketch]] = defaultdict(list)
+        for name, group in group_of.items():
+            members[group].append(self.layers[name])
+        self.groups.clear()
+        for name, layers in members.items():
+            self._add_group(name, layers)
+
+    def draw(self, update: int) -> None:
+        """Drop all sketches and draw every projection anew for `update`."""
+        self.update = update
+        self.clear()
+        for group in self.groups.values():
+            self._draw(group)
+
+    def _draw(self, group: InputGroup) -> None:
+        device = group.layers[0].weight.device
+        group.projection = KINDS[self.kind](self.seed, group.name, self.update, group.rank, group.in_features, device)
+
+    def clear(self) -> None:
+        """Free all sketches and held inputs; the projections stay."""
+        for group in self.groups.values():
+            group.forget_inputs()
+        for layer in self:
+            layer.sketch = None
+
+    def never_reached(self) -> list[str]:
+        """Names of layers that no backward has reached since attach."""
+        return [layer.name for layer in self if not layer.seen_backward]
+
+    def detach(self) -> None:
+        """Give the model back its own forwards and `requires_grad` flags."""
+        for module in self._modules:
+            module.__dict__.pop("forward", None)
+        for parameter, flag in self._required_grad:
+            parameter.requires_grad_(flag)
+        for hook in self._hooks:
+            hook.remove()
+        self.clear()
+
+
+class SketchedForward:
+    """The forward of a selected layer: the ordinary product, and P for the backward when gradients are on."""
+
+    def __init__(self, module: nn.Module, layer: LayerSketch, sketches: Sketches) -> None:
+        self.module, self.layer, self.sketches = module, layer, sketches
+        self.checked = False
+
+    @torch.compiler.disable(reason="a sketched layer runs eagerly: its backward writes to the sketch")
+    def __call__(self, inputs: Tensor) -> Tensor:
+        """[..., in_features] -> [..., out_features]."""
+        layer = self.layer
+        dtype = _compute_dtype(inputs)
+        weight, bias = layer.computing_weight(dtype), getattr(self.module, "bias", None)
+        if not torch.is_grad_enabled():
+            return plain_linear(inputs.to(dtype), weight, bias)
+        if not self.checked:
+            self._check_group(inputs)
+        projected = layer.group.project(inputs, dtype)
+        return SketchedLinear.apply(inputs.to(dtype), weight, bias, projected, layer.anchor, layer)  # pyright: ignore[reportReturnType]
+
+    def _check_group(self, inputs: Tensor) -> None:
+        """In the first forward: a layer that reads another tensor than its group leaves it."""
+        self.checked = True
+        layer, group = self.layer, self.layer.group
+        if len(group.layers) > 1 and group.waits_for_readers() and not group.holds(inputs):
+            log.warning("%s does not read the same tensor as the rest of %s: it gets its own", layer.name, group.name)
+            self.sketches.separate(layer)
+
+
+def _compute_dtype(inputs: Tensor) -> torch.dtype:
+    """What a linear layer computes in: autocast's dtype if it is on (it leaves fp64 alone), else that of the inputs."""
+    device = inputs.device.type
+    if torch.is_autocast_enabled(device) and inputs.dtype != torch.float64:
+        return torch.get_autocast_dtype(device)
+    return inputs.dtype
+
+
+def _check_module(name: str, module: nn.Module) -> None:
+    if "forward" in module.__dict__:
+        raise ValueError(
+            f"{name} already has a replaced forward ({module.__dict__['forward']!r}): it is sketched already, or another "
+            f"library (offloading hooks, for example) has hold of it. Detach that first."
+        )
+    dtype = getattr(module.weight, "dtype", None)
+    if dtype not in _DTYPES:
+        raise ValueError(
+            f"{name}.weight is {dtype}; weights must be float32 or bfloat16. Load the model with dtype=torch.bfloat16 "
+            f"or torch.float32 (quantised and float16 weights cannot take updates of this size)."
+        )
+
+
+def _check_ties(model: nn.Module, modules: dict[str, nn.Module]) -> None:
+    """A weight with several uses is sketched as the sum of them, so all of them must be selected."""
+    owners: dict[int, list[str]] = defaultdict(list)
+    for raw_name, module in model.named_modules():
+        for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            owners[id(parameter)].append(f"{stable_name(raw_name)}.{leaf}")
+    for name, module in modules.items():
+        others = [owner for owner in owners[id(module.weight)] if owner.removesuffix(".weight") not in modules]
+        if others:
+            raise ValueError(
+                f"{name}.weight is tied to {others}, which is not a selected linear layer: its gradient has a part that "
+                f"no sketch sees. Remove {name!r} from the targets, or untie the weights (tie_word_embeddings=False)."
+            )
+
+
+def _ask_embeddings_for_gradients(model: nn.Module) -> list[Any]:
+    """With Hugging Face's activation checkpointing on, let embeddings' outputs ask for gradients.
+
+    Reentrant checkpointing skips a block none of whose inputs asks for one.
+    """
+    switches = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
+
+    def ask(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> None:
+        checkpointing = any(module.gradient_checkpointing for module in switches)
+        if checkpointing and torch.is_grad_enabled() and not output.requires_grad:
+            output.requires_grad_(True)
+
+    return [m.register_forward_hook(ask) for m in model.modules() if switches and isinstance(m, nn.Embedding)]

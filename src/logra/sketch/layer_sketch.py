@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One selected weight: how its backward adds H^T (X A^T) to the sketch, and never builds H^T X.
+
+Shapes: X [tokens, in_features], H [tokens, out_features], A [rank, in_features], P = X A^T
+[tokens, rank], S = H^T P [out_features, rank]. Equation: section 2.1 of the design; arXiv 2610.06647.
+"""
+
+import weakref
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from logra.sketch.projection import Projection
+
+
+class InputGroup:
+    """The layers that read one tensor: they share the projection A and the projected inputs P."""
+
+    def __init__(self, name: str, in_features: int, rank: int) -> None:
+        self.name, self.in_features, self.rank = name, in_features, rank
+        self.layers: list[LayerSketch] = []
+        self.projection: Projection | None = None
+        self._inputs: Tensor | None = None
+        self._version = -1
+        self._projected: Tensor | None = None
+        self._readers = 0
+
+    def project(self, inputs: Tensor, dtype: torch.dtype) -> Tensor:
+        """P up to the row scales of A: inputs @ integers^T, [tokens, rank] in `dtype`, one for all readers of `inputs`.
+
+        The result is held only until every layer of the group has read it.
+        """
+        if not self.holds(inputs):
+            assert self.projection is not None
+            integers = self.projection.integers().to(dtype)
+            with torch.no_grad():
+                flat = inputs.detach().reshape(-1, self.in_features).to(dtype)
+                self._projected = flat @ integers.T
+            self._inputs, self._version, self._readers = inputs, inputs._version, 0
+        projected = self._projected
+        assert projected is not None
+        self._readers += 1
+        if self._readers >= len(self.layers):
+            self.forget_inputs()
+        return projected
+
+    def holds(self, inputs: Tensor) -> bool:
+        """Whether `inputs`, unmodified, is the tensor that the held P was made of."""
+        return self._inputs is inputs and self._version == inputs._version
+
+    def waits_for_readers(self) -> bool:
+        """Whether some layer of the group has not yet read the held P."""
+        return self._inputs is not None
+
+    def forget_inputs(self) -> None:
+        """Drop the held P."""
+        self._inputs = self._projected = None
+
+
+class LayerSketch:
+    """One selected weight and its sketch.
+
+    Attributes:
+        name: stable name of the module.
+        module: the layer; where several share the weight, the first of them.
+        transposed: whether the parameter is stored [in_features, out_features].
+        sketch: S, fp32 [out_features, rank], or None before the first backward of an update.
+        compute_copy: bf16 weight used instead of `weight` in bf16 compute, if kept.
+    """
+
+    def __init__(self, name: str, module: nn.Module, transposed: bool) -> None:
+        self.name, self.module, self.transposed = name, module, transposed
+        self.sketch: Tensor | None = None
+        self.compute_copy: Tensor | None = None
+        self.group: InputGroup = None  # pyright: ignore[reportAttributeAccessIssue]  # set by attach
+        # Gives the output a gradient even where neither the input nor the weight asks for one.
+        self.anchor = torch.zeros((), requires_grad=True, device=self.weight.device)
+        self.seen_backward = False
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """The parameter, looked up anew: wrappers such as FSDP replace it."""
+        weight = self.module.weight
+        assert isinstance(weight, nn.Parameter)
+        return weight
+
+    @property
+    def rows_view(self) -> Tensor:
+        """The weight as [out_features, in_features], sharing storage."""
+        return self.weight.detach().T if self.transposed else self.weight.detach()
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[1 if self.transposed else 0]
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[0 if self.transposed else 1]
+
+    def computing_weight(self, dtype: torch.dtype) -> Tensor:
+        """[out_features, in_features] as the forward uses it in `dtype`."""
+        kept = self.compute_copy is not None and dtype == torch.bfloat16
+        weight = self.compute_copy if kept else self.weight
+        assert weight is not None
+        return weight.T if self.transposed and not kept else weight
+
+    def add(self, output_grads: Tensor, projected_inputs: Tensor) -> None:
+        """Add H^T P to S: products in the compute dtype, the sum over micro-batches in fp32.
+
+        Args:
+            output_grads: H, [tokens, out_features].
+            projected_inputs: what `InputGroup.project` returned for the same tokens.
+        """
+        assert self.group.projection is not None
+        product = output_grads.T @ projected_inputs
+        scales = self.group.projection.row_scales()
+        self.seen_backward = True
+        if self.sketch is None:
+            wide = torch.float64 if product.dtype == torch.float64 else torch.float32
+            self.sketch = product.to(wide).mul_(scales)
+        else:
+            self.sketch.addcmul_(product, scales.to(self.sketch.dtype))
+
+
+class SketchedLinear(torch.autograd.Function):
+    """y = X W^T + b, whose backward sketches the weight's gradient into the layer."""
+
+    @staticmethod
+    def forward(
+        inputs: Tensor, weight: Tensor, bias: Tensor | None, projected: Tensor, anchor: Tensor, layer: LayerSketch
+    ) -> Tensor:
+        return plain_linear(inputs, weight, bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, weight, bias, projected, _, layer = inputs
+        ctx.save_for_backward(weight, projected)
+        ctx.save_for_forward(weight)
+        ctx.layer = weakref.ref(layer)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, output_grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        weight, projected = ctx.saved_tensors
+        layer = ctx.layer()
+        if layer is None:
+            raise RuntimeError("a backward ran after its model's sketches were detached; run the forward again")
+        flat = output_grads.reshape(-1, output_grads.shape[-1])
+        with torch.autocast(flat.device.type, enabled=False):
+            layer.add(flat, projected)
+            input_grads = bias_grads = None
+            if ctx.needs_input_grad[0]:
+                input_grads = output_grads @ weight.to(output_grads.dtype)
+            if ctx.needs_input_grad[2]:
+                bias_grads = flat.sum(0, dtype=torch.promote_types(flat.dtype, torch.float32)).to(ctx.bias_dtype)
+        return input_grads, None, bias_grads, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, inputs_t: Tensor | None, weight_t: None, bias_t: Tensor | None, *_: None) -> Tensor | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (weight,) = ctx.saved_tensors
+        tangent = None if inputs_t is None else plain_linear(inputs_t, weight, None)
+        if bias_t is None:
+            return tangent
+        return bias_t if tangent is None else tangent + bias_t
+
+
+def plain_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """X W^T + b in the dtype of X, whatever the dtype of the weight; autocast is the caller's business."""
+    with torch.autocast(inputs.device.type, enabled=False):
+        return F.linear(inputs, weight.to(inputs.dtype), None if bias is None else bias.to(inputs.dtype))
