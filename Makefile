@@ -21,7 +21,7 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 # torch comes first and by exact version, so that what follows finds its range satisfied.
-$(READY): pyproject.toml constraints.txt src/logra/_philox.c
+$(READY): pyproject.toml constraints.txt src/logra/_native.c
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, this is " + sys.version)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch

@@ -40,6 +40,7 @@ def make_model(arguments: argparse.Namespace) -> nn.Module:
         num_attention_heads=arguments.hidden // 64,
         num_key_value_heads=arguments.hidden // 64,
         use_cache=False,
+        attn_implementation="eager",  # the fastest of transformers' kernels here, at this length
     )
     return LlamaForCausalLM(config)
 
@@ -98,10 +99,10 @@ def measure(arguments: argparse.Namespace, bf16: bool, say: Callable[[str], None
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rank", type=int, default=64)
-    parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--intermediate", type=int, default=2816)
-    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--rank", type=int, default=128)
+    parser.add_argument("--hidden", type=int, default=2048)
+    parser.add_argument("--intermediate", type=int, default=5632)
+    parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--vocabulary", type=int, default=4096)
     parser.add_argument("--sequences", type=int, default=32)
     parser.add_argument("--length", type=int, default=128)

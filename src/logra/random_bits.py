@@ -13,22 +13,16 @@ from their low end. Source of the generator: Salmon et al., "Parallel random num
 """
 
 import hashlib
-import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import IntEnum
 
 import torch
 from torch import Tensor
 
-try:
-    from logra import _philox as _native
-except ImportError:  # no compiler at installation: plain tensor code gives the same words
-    _native = None
+from logra.native import in_row_parts, native
 
 _MASK = 0xFFFFFFFF
 _PLAIN_CHUNK_WORDS = 1 << 20
-_NATIVE_CHUNK_WORDS = 1 << 15
 
 
 class Purpose(IntEnum):
@@ -37,11 +31,6 @@ class Purpose(IntEnum):
     PROJECTION = 1
     ROUNDING = 2
     DITHER = 3
-
-
-def native_helper_in_use() -> bool:
-    """Whether the compiled generator was found (CPU only; the bits are the same without it)."""
-    return _native is not None
 
 
 @dataclass(frozen=True)
@@ -90,7 +79,7 @@ class BitStream:
 
     def _blocks(self, rows: range, blocks: range, device: torch.device) -> Tensor:
         """int32 [len(rows), 4 * len(blocks)], contiguous."""
-        if device.type == "cpu" and _native is not None:
+        if device.type == "cpu" and native is not None:
             return self._native_blocks(rows, blocks)
         rows_per_chunk = max(1, _PLAIN_CHUNK_WORDS // max(1, 4 * len(blocks)))
         if len(rows) <= rows_per_chunk:
@@ -119,30 +108,10 @@ class BitStream:
 
     def _native_blocks(self, rows: range, blocks: range) -> Tensor:
         out = torch.empty(len(rows), 4 * len(blocks), dtype=torch.int32)
-        threads = max(1, min(torch.get_num_threads(), out.numel() // _NATIVE_CHUNK_WORDS, len(rows)))
-        per_thread = -(-len(rows) // threads) if rows else 0
 
-        def fill(first: int) -> None:
-            part = out[first : first + per_thread]
-            row, block = rows.start + first, blocks.start
-            _native.fill(  # pyright: ignore[reportOptionalMemberAccess]
-                part.data_ptr(), len(part), len(blocks), row, block, self.update & _MASK, self.purpose, self.key
-            )
+        def fill(first: int, count: int) -> None:
+            address, row = out[first:].data_ptr(), rows.start + first
+            native.fill(address, count, len(blocks), row, blocks.start, self.key, self.purpose, self.update)
 
-        if threads == 1:
-            per_thread = len(rows)
-            fill(0)
-        else:
-            list(_pool(threads).map(fill, range(0, len(rows), per_thread)))
+        in_row_parts(fill, len(rows), out.numel())
         return out
-
-
-_pools: dict[int, ThreadPoolExecutor] = {}
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_pools.clear)  # threads do not survive a fork
-
-
-def _pool(threads: int) -> ThreadPoolExecutor:
-    if threads not in _pools:
-        _pools[threads] = ThreadPoolExecutor(threads, thread_name_prefix="logra-philox")
-    return _pools[threads]

@@ -9,7 +9,8 @@ from torch import Tensor
 from logra.optim.factors import integer_product
 from logra.optim.storage import Block, WeightStorage
 
-BLOCK_ELEMENTS = 1 << 18
+BLOCK_ELEMENTS = 1 << 19
+SHARE_PERIOD = 8
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,10 @@ class LayerStep:
 
 @dataclass
 class RealisedShare:
-    """Projections of a change on the intended one, summed over blocks and layers; as tensors, so nothing waits."""
+    """Projections of a change on the intended one, summed over blocks and layers; as tensors, so nothing waits.
+
+    Of a weight with many blocks every eighth is measured, others at each update.
+    """
 
     intended: Tensor
     stored: Tensor
@@ -69,10 +73,12 @@ def row_blocks(rows: int, columns: int) -> list[range]:
 
 def merge(storage: WeightStorage, step: LayerStep, share: RealisedShare | None = None) -> None:
     """Apply one step in place. Call it inside `exact_products`; the bits do not depend on the blocking."""
-    for rows in row_blocks(storage.layer.out_features, storage.layer.in_features):
+    blocks = row_blocks(storage.layer.out_features, storage.layer.in_features)
+    period = min(SHARE_PERIOD, len(blocks))
+    for index, rows in enumerate(blocks):
         before = storage.read(rows)
         move, start = step.move(rows), step.decayed(before.stored)
-        if share is None:
+        if share is None or (index + step.update) % period:
             after = storage.rounded(rows, torch.sub(start, move, out=move), step.update)
         else:
             after = storage.rounded(rows, start - move, step.update)

@@ -1,21 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a selected weight is stored, and how it takes a step smaller than its own grid.
 
-| storage | bytes | stored value                                   | computing weight               |
-| fp32    | 4     | fp32                                           | nearest bf16, or a dithered copy |
-| split   | 3     | 24 bits, rounded stochastically                | bf16: floor after a fixed dither |
-| bf16    | 2     | bf16, rounded stochastically                   | itself                         |
+| storage | bytes | stored value                     | computing weight in bf16                  |
+| fp32    | 4     | fp32                             | nearest, or a dithered copy (2 bytes more) |
+| split   | 3     | 24 bits, rounded stochastically  | its upper 16 bits: floor after a fixed dither |
+| bf16    | 2     | bf16, rounded stochastically     | itself                                    |
 
-Floats are moved by integer arithmetic on their bits: adding to the low bits raises the magnitude,
-masking them floors it, carries cross into the exponent as they should. With u a fixed dither of 8
-bits per element, `split` keeps value + u: its upper 16 bits are the computing weight, and
-subtracting u again gives the 24-bit value. So a bf16 checkpoint is left untouched, and the error of
-the computing weight stays within one ulp for ever. Rounding bits and dither come from
-`logra.random_bits`, keyed by seed, weight name, update, row and column: a second holder of the
-weights makes the same bits for any block. Source: section 3 of the design.
+With the fixed dither a bf16 checkpoint is left untouched, a step arrives whole from the first update
+on, and the computing weight stays within one ulp of the stored one for ever. The arithmetic is in
+`logra.optim.rounding`; a second holder of the weights makes the same bits for any block of rows.
 
 Each class forms new blocks with `rounded` and stores them with `write`, so that the outcome of a
-step can be looked at before it is taken.
+step can be looked at before it is taken. Source: section 3 of the design.
 """
 
 from abc import ABC, abstractmethod
@@ -24,7 +20,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from logra.random_bits import BitStream, Purpose
+from logra.optim.rounding import (
+    WeightBits,
+    dither_to_split,
+    floor_to_bf16,
+    nearest_24_bits,
+    read_split,
+    round_to_split,
+)
+from logra.random_bits import Purpose
 from logra.sketch.layer_sketch import LayerSketch
 
 
@@ -49,8 +53,7 @@ class WeightStorage(ABC):
     kind: str
 
     def __init__(self, layer: LayerSketch, seed: int) -> None:
-        self.layer, self.seed = layer, seed
-        self.columns = range(layer.in_features)
+        self.layer, self.bits = layer, WeightBits(seed, layer.name)
 
     @abstractmethod
     def read(self, rows: range) -> Block:
@@ -58,7 +61,7 @@ class WeightStorage(ABC):
 
     @abstractmethod
     def rounded(self, rows: range, target: Tensor, update: int) -> Block:
-        """What would be stored for the fp32 values `target` at `update`; `target` may be overwritten."""
+        """What would be stored for the contiguous fp32 values `target` at `update`; `target` may be overwritten."""
 
     @abstractmethod
     def write(self, rows: range, block: Block) -> None:
@@ -78,10 +81,6 @@ class WeightStorage(ABC):
     def _slice(self, rows: range) -> Tensor:
         return self.layer.rows_view[rows.start : rows.stop]
 
-    def _lanes(self, purpose: Purpose, update: int, rows: range, bits: int) -> Tensor:
-        stream = BitStream.named(self.seed, self.layer.name, purpose, update)
-        return stream.lanes(rows, self.columns, bits, self.layer.weight.device)
-
 
 class Fp32Storage(WeightStorage):
     """fp32 weights, and optionally a dithered bf16 copy that bf16 compute uses."""
@@ -98,12 +97,7 @@ class Fp32Storage(WeightStorage):
         """Make the dithered copy anew from the weights."""
         if self.dithered_copy:
             whole = range(self.layer.out_features)
-            self.layer.compute_copy = self._dithered(whole, self._slice(whole))
-
-    def _dithered(self, rows: range, values: Tensor) -> Tensor:
-        bits = values.contiguous().view(torch.int32)
-        dither = self._lanes(Purpose.DITHER, 0, rows, 16).to(torch.int32).bitwise_and_(0xFFFF)
-        return dither.add_(bits).bitwise_right_shift_(16).to(torch.int16).view(torch.bfloat16)
+            self.layer.compute_copy = floor_to_bf16(self._slice(whole), self.bits, whole, Purpose.DITHER)
 
     def read(self, rows: range) -> Block:
         stored = self._slice(rows)
@@ -111,8 +105,9 @@ class Fp32Storage(WeightStorage):
         return Block(stored, stored.to(torch.bfloat16) if copy is None else copy[rows.start : rows.stop])
 
     def rounded(self, rows: range, target: Tensor, update: int) -> Block:
-        compute = self._dithered(rows, target) if self.dithered_copy else target.to(torch.bfloat16)
-        return Block(target, compute)
+        if self.dithered_copy:
+            return Block(target, floor_to_bf16(target, self.bits, rows, Purpose.DITHER))
+        return Block(target, target.to(torch.bfloat16))
 
     def write(self, rows: range, block: Block) -> None:
         self._slice(rows).copy_(block.stored)
@@ -133,33 +128,17 @@ class SplitStorage(WeightStorage):
 
     def __init__(self, layer: LayerSketch, seed: int) -> None:
         super().__init__(layer, seed)
-        whole = range(layer.out_features)
-        values = layer.rows_view.to(torch.float32)
-        bits = values.contiguous().view(torch.int32)
-        nearest = (bits + 0x7F + ((bits >> 8) & 1)).bitwise_and_(~0xFF)
-        block = self._dither(whole, nearest)
-        layer.weight.data = block.compute.T.contiguous() if layer.transposed else block.compute
-        assert block.low is not None
-        self.low = block.low
-
-    def _dither(self, rows: range, bits: Tensor) -> Block:
-        """From the bits of 24-bit values (low byte zero): value + u, split in upper and lower part."""
-        shifted = self._lanes(Purpose.DITHER, 0, rows, 8).to(torch.int32).bitwise_left_shift_(8).add_(bits)
-        low = shifted.bitwise_right_shift(8).to(torch.uint8)
-        compute = shifted.bitwise_right_shift_(16).to(torch.int16).view(torch.bfloat16)
-        return Block(bits.view(torch.float32), compute, low)
+        values = nearest_24_bits(layer.rows_view.to(torch.float32))
+        compute, self.low = dither_to_split(values, self.bits, range(layer.out_features))
+        layer.weight.data = compute.T.contiguous() if layer.transposed else compute
 
     def read(self, rows: range) -> Block:
-        compute, low = self._slice(rows).contiguous(), self.low[rows.start : rows.stop]
-        bits = compute.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
-        dither = self._lanes(Purpose.DITHER, 0, rows, 8)
-        bits.add_((low.to(torch.int32) - dither.to(torch.int32)).bitwise_left_shift_(8))
-        return Block(bits.view(torch.float32), compute, low)
+        compute, low = self._slice(rows), self.low[rows.start : rows.stop]
+        return Block(read_split(compute, low, self.bits, rows), compute, low)
 
     def rounded(self, rows: range, target: Tensor, update: int) -> Block:
-        bits = target.view(torch.int32)
-        bits.add_(self._lanes(Purpose.ROUNDING, update, rows, 8)).bitwise_and_(~0xFF)
-        return self._dither(rows, bits)
+        compute, low = round_to_split(target, self.bits, rows, update)
+        return Block(target, compute, low)
 
     def write(self, rows: range, block: Block) -> None:
         assert block.low is not None
@@ -187,10 +166,8 @@ class Bf16Storage(WeightStorage):
         return Block(compute.to(torch.float32), compute)
 
     def rounded(self, rows: range, target: Tensor, update: int) -> Block:
-        bits = target.view(torch.int32)
-        bits.add_(self._lanes(Purpose.ROUNDING, update, rows, 16).to(torch.int32).bitwise_and_(0xFFFF))
-        bits.bitwise_and_(~0xFFFF)
-        return Block(target, target.to(torch.bfloat16))
+        compute = floor_to_bf16(target, self.bits, rows, Purpose.ROUNDING, update)
+        return Block(compute.to(torch.float32), compute)
 
     def write(self, rows: range, block: Block) -> None:
         self._slice(rows).copy_(block.compute)

@@ -172,8 +172,8 @@ class SketchedForward:
             return plain_linear(inputs.to(dtype), weight, bias)
         if not self.checked:
             self._check_group(inputs)
-        projected = layer.group.project(inputs, dtype)
-        return SketchedLinear.apply(inputs.to(dtype), weight, bias, projected, layer.anchor, layer)  # pyright: ignore[reportReturnType]
+        computed, projected = layer.group.read(inputs, dtype)
+        return SketchedLinear.apply(inputs, computed, projected, weight, bias, layer, layer.anchor)  # pyright: ignore[reportReturnType]
 
     def _check_group(self, inputs: Tensor) -> None:
         """In the first forward: a layer that reads another tensor than its group leaves it."""

@@ -25,39 +25,40 @@ class InputGroup:
         self.projection: Projection | None = None
         self._inputs: Tensor | None = None
         self._version = -1
-        self._projected: Tensor | None = None
+        self._read: tuple[Tensor, Tensor] | None = None
         self._readers = 0
 
-    def project(self, inputs: Tensor, dtype: torch.dtype) -> Tensor:
-        """P up to the row scales of A: inputs @ integers^T, [tokens, rank] in `dtype`, one for all readers of `inputs`.
+    def read(self, inputs: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """`inputs` in `dtype`, and P up to the row scales of A: X integers^T, [tokens, rank] in `dtype`.
 
-        The result is held only until every layer of the group has read it.
+        Both are made once for all readers of `inputs`, outside of autograd, and held only until
+        every layer of the group has read them.
         """
         if not self.holds(inputs):
             assert self.projection is not None
-            integers = self.projection.integers().to(dtype)
             with torch.no_grad():
-                flat = inputs.detach().reshape(-1, self.in_features).to(dtype)
-                self._projected = flat @ integers.T
+                computed = inputs.detach().to(dtype)
+                projected = computed.reshape(-1, self.in_features) @ self.projection.integers().to(dtype).T
             self._inputs, self._version, self._readers = inputs, inputs._version, 0
-        projected = self._projected
-        assert projected is not None
+            self._read = (computed, projected)
+        read = self._read
+        assert read is not None
         self._readers += 1
         if self._readers >= len(self.layers):
             self.forget_inputs()
-        return projected
+        return read
 
     def holds(self, inputs: Tensor) -> bool:
-        """Whether `inputs`, unmodified, is the tensor that the held P was made of."""
+        """Whether `inputs`, unmodified, is the tensor last read."""
         return self._inputs is inputs and self._version == inputs._version
 
     def waits_for_readers(self) -> bool:
-        """Whether some layer of the group has not yet read the held P."""
+        """Whether some layer of the group has not yet read what is held."""
         return self._inputs is not None
 
     def forget_inputs(self) -> None:
-        """Drop the held P."""
-        self._inputs = self._projected = None
+        """Drop what is held."""
+        self._inputs = self._read = None
 
 
 class LayerSketch:
@@ -112,7 +113,7 @@ class LayerSketch:
 
         Args:
             output_grads: H, [tokens, out_features].
-            projected_inputs: what `InputGroup.project` returned for the same tokens.
+            projected_inputs: the P that `InputGroup.read` returned for the same tokens.
         """
         assert self.group.projection is not None
         product = output_grads.T @ projected_inputs
@@ -126,21 +127,25 @@ class LayerSketch:
 
 
 class SketchedLinear(torch.autograd.Function):
-    """y = X W^T + b, whose backward sketches the weight's gradient into the layer."""
+    """y = X W^T + b, whose backward sketches the weight's gradient into the layer.
+
+    `inputs` carries the autograd graph; `computed` is the same values in the compute dtype.
+    """
 
     @staticmethod
     def forward(
-        inputs: Tensor, weight: Tensor, bias: Tensor | None, projected: Tensor, anchor: Tensor, layer: LayerSketch
+        inputs: Tensor, computed: Tensor, projected: Tensor, weight: Tensor, bias: Tensor | None, layer: LayerSketch, _: Any
     ) -> Tensor:
-        return plain_linear(inputs, weight, bias)
+        return plain_linear(computed, weight, bias)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, weight, bias, projected, _, layer = inputs
+        source, _, projected, weight, bias, layer, _ = inputs
         ctx.save_for_backward(weight, projected)
         ctx.save_for_forward(weight)
         ctx.layer = weakref.ref(layer)
-        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.input_dtype, ctx.bias_dtype = source.dtype, None if bias is None else bias.dtype
+        ctx.compute_dtype = output.dtype
 
     @staticmethod
     @once_differentiable
@@ -150,25 +155,26 @@ class SketchedLinear(torch.autograd.Function):
         if layer is None:
             raise RuntimeError("a backward ran after its model's sketches were detached; run the forward again")
         flat = output_grads.reshape(-1, output_grads.shape[-1])
+        input_grads = bias_grads = None
         with torch.autocast(flat.device.type, enabled=False):
             layer.add(flat, projected)
-            input_grads = bias_grads = None
             if ctx.needs_input_grad[0]:
-                input_grads = output_grads @ weight.to(output_grads.dtype)
-            if ctx.needs_input_grad[2]:
+                input_grads = (output_grads @ weight.to(output_grads.dtype)).to(ctx.input_dtype)
+            if ctx.needs_input_grad[4]:
                 bias_grads = flat.sum(0, dtype=torch.promote_types(flat.dtype, torch.float32)).to(ctx.bias_dtype)
-        return input_grads, None, bias_grads, None, None, None
+        return input_grads, None, None, None, bias_grads, None, None
 
     @staticmethod
-    def jvp(ctx: Any, inputs_t: Tensor | None, weight_t: None, bias_t: Tensor | None, *_: None) -> Tensor | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def jvp(ctx: Any, inputs_t: Tensor | None, *tangents: Tensor | None) -> Tensor | None:  # pyright: ignore[reportIncompatibleMethodOverride]
         (weight,) = ctx.saved_tensors
-        tangent = None if inputs_t is None else plain_linear(inputs_t, weight, None)
+        bias_t = tangents[3]
+        tangent = None if inputs_t is None else plain_linear(inputs_t.to(ctx.compute_dtype), weight, None)
         if bias_t is None:
             return tangent
         return bias_t if tangent is None else tangent + bias_t
 
 
 def plain_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """X W^T + b in the dtype of X, whatever the dtype of the weight; autocast is the caller's business."""
+    """X W^T + b in the dtype of X, whatever the dtype of the weight, autocast or not."""
     with torch.autocast(inputs.device.type, enabled=False):
         return F.linear(inputs, weight.to(inputs.dtype), None if bias is None else bias.to(inputs.dtype))

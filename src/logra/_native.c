@@ -1,0 +1,205 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Philox4x32-10 (Salmon et al., SC 2011) and the rounding that consumes its bits, on memory owned by
+ * the caller. Everything here gives the same bits as the plain tensor code in random_bits.py and
+ * optim/rounding.py, only faster; the package works without it. Integer arithmetic only.
+ */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdint.h>
+#include <stdlib.h>
+
+#define LANES 16 /* counters advanced together, so that the compiler can use vector registers */
+
+#if defined(__GNUC__) && !defined(__clang__) && defined(__x86_64__) && defined(__linux__)
+#define FOR_EACH_CPU __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define FOR_EACH_CPU
+#endif
+
+typedef struct {
+    uint64_t key;
+    uint32_t purpose, update;
+} stream;
+
+/* One row of a stream: 4 * blocks words; room for a multiple of LANES blocks must be there. */
+FOR_EACH_CPU
+static void fill_row(uint32_t *restrict out, int64_t blocks, uint32_t row, uint32_t first_block, uint32_t key_low,
+                     uint32_t key_high, uint32_t purpose, uint32_t update)
+{
+    for (int64_t start = 0; start < blocks; start += LANES) {
+        uint32_t c0[LANES], c1[LANES], c2[LANES], c3[LANES];
+        uint32_t k0 = key_low, k1 = key_high;
+        for (int l = 0; l < LANES; l++) {
+            c0[l] = first_block + (uint32_t)(start + l);
+            c1[l] = row;
+            c2[l] = update;
+            c3[l] = purpose;
+        }
+        for (int round = 0; round < 10; round++) {
+            for (int l = 0; l < LANES; l++) {
+                uint64_t p0 = (uint64_t)0xD2511F53u * c0[l];
+                uint64_t p1 = (uint64_t)0xCD9E8D57u * c2[l];
+                c0[l] = (uint32_t)(p1 >> 32) ^ c1[l] ^ k0;
+                c1[l] = (uint32_t)p1;
+                c2[l] = (uint32_t)(p0 >> 32) ^ c3[l] ^ k1;
+                c3[l] = (uint32_t)p0;
+            }
+            k0 += 0x9E3779B9u;
+            k1 += 0xBB67AE85u;
+        }
+        int64_t count = blocks - start < LANES ? blocks - start : LANES;
+        for (int64_t l = 0; l < count; l++) {
+            uint32_t *word = out + 4 * (start + l);
+            word[0] = c0[l];
+            word[1] = c1[l];
+            word[2] = c2[l];
+            word[3] = c3[l];
+        }
+    }
+}
+
+static void fill_stream(void *out, int64_t blocks, int64_t row, int64_t first_block, stream s)
+{
+    fill_row((uint32_t *)out, blocks, (uint32_t)row, (uint32_t)first_block, (uint32_t)s.key, (uint32_t)(s.key >> 32),
+             s.purpose, s.update);
+}
+
+/* The loops below work on one row; see optim/rounding.py for what each of them means. */
+
+FOR_EACH_CPU
+static void split_read_row(const uint16_t *restrict upper, const uint8_t *restrict low, const uint8_t *restrict dither,
+                           uint32_t *restrict value, int64_t columns)
+{
+    for (int64_t j = 0; j < columns; j++)
+        value[j] = (((uint32_t)upper[j] << 16) | ((uint32_t)low[j] << 8)) - ((uint32_t)dither[j] << 8);
+}
+
+FOR_EACH_CPU
+static void split_round_row(uint32_t *restrict value, const uint8_t *restrict noise, const uint8_t *restrict dither,
+                            uint16_t *restrict upper, uint8_t *restrict low, int64_t columns)
+{
+    for (int64_t j = 0; j < columns; j++) {
+        uint32_t kept = (value[j] + noise[j]) & ~0xFFu;
+        uint32_t shifted = kept + ((uint32_t)dither[j] << 8);
+        value[j] = kept;
+        upper[j] = (uint16_t)(shifted >> 16);
+        low[j] = (uint8_t)(shifted >> 8);
+    }
+}
+
+FOR_EACH_CPU
+static void floor_row(const uint32_t *restrict value, const uint16_t *restrict noise, uint16_t *restrict upper,
+                      int64_t columns)
+{
+    for (int64_t j = 0; j < columns; j++)
+        upper[j] = (uint16_t)((value[j] + noise[j]) >> 16);
+}
+
+static void *row_buffer(int64_t bytes)
+{
+    int64_t group = 16 * LANES;
+    return malloc((size_t)((bytes + group - 1) / group * group + group));
+}
+
+static PyObject *native_fill(PyObject *self, PyObject *args)
+{
+    unsigned long long out, key;
+    long long rows, blocks, first_row, first_block, purpose, update;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "KLLLLKLL", &out, &rows, &blocks, &first_row, &first_block, &key, &purpose, &update))
+        return NULL;
+    stream s = {key, (uint32_t)purpose, (uint32_t)update};
+    Py_BEGIN_ALLOW_THREADS
+    for (int64_t i = 0; i < rows; i++)
+        fill_stream((uint32_t *)(uintptr_t)out + i * blocks * 4, blocks, first_row + i, first_block, s);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+static PyObject *native_split_read(PyObject *self, PyObject *args)
+{
+    unsigned long long upper, low, value, key;
+    long long rows, columns, first_row, purpose;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "KKKLLLKL", &upper, &low, &value, &rows, &columns, &first_row, &key, &purpose))
+        return NULL;
+    stream s = {key, (uint32_t)purpose, 0};
+    void *dither = row_buffer(columns);
+    if (dither == NULL)
+        return PyErr_NoMemory();
+    Py_BEGIN_ALLOW_THREADS
+    for (int64_t i = 0; i < rows; i++) {
+        fill_stream(dither, (columns + 15) / 16, first_row + i, 0, s);
+        split_read_row((uint16_t *)(uintptr_t)upper + i * columns, (uint8_t *)(uintptr_t)low + i * columns, dither,
+                       (uint32_t *)(uintptr_t)value + i * columns, columns);
+    }
+    Py_END_ALLOW_THREADS
+    free(dither);
+    Py_RETURN_NONE;
+}
+
+static PyObject *native_split_round(PyObject *self, PyObject *args)
+{
+    unsigned long long value, upper, low, key;
+    long long rows, columns, first_row, noise_purpose, update, dither_purpose;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "KKKLLLKLLL", &value, &upper, &low, &rows, &columns, &first_row, &key, &noise_purpose,
+                          &update, &dither_purpose))
+        return NULL;
+    stream noise_stream = {key, (uint32_t)noise_purpose, (uint32_t)update};
+    stream dither_stream = {key, (uint32_t)dither_purpose, 0};
+    void *noise = row_buffer(columns), *dither = row_buffer(columns);
+    if (noise == NULL || dither == NULL) {
+        free(noise);
+        free(dither);
+        return PyErr_NoMemory();
+    }
+    Py_BEGIN_ALLOW_THREADS
+    for (int64_t i = 0; i < rows; i++) {
+        fill_stream(noise, (columns + 15) / 16, first_row + i, 0, noise_stream);
+        fill_stream(dither, (columns + 15) / 16, first_row + i, 0, dither_stream);
+        split_round_row((uint32_t *)(uintptr_t)value + i * columns, noise, dither,
+                        (uint16_t *)(uintptr_t)upper + i * columns, (uint8_t *)(uintptr_t)low + i * columns, columns);
+    }
+    Py_END_ALLOW_THREADS
+    free(noise);
+    free(dither);
+    Py_RETURN_NONE;
+}
+
+static PyObject *native_floor(PyObject *self, PyObject *args)
+{
+    unsigned long long value, upper, key;
+    long long rows, columns, first_row, purpose, update;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "KKLLLKLL", &value, &upper, &rows, &columns, &first_row, &key, &purpose, &update))
+        return NULL;
+    stream s = {key, (uint32_t)purpose, (uint32_t)update};
+    void *noise = row_buffer(2 * columns);
+    if (noise == NULL)
+        return PyErr_NoMemory();
+    Py_BEGIN_ALLOW_THREADS
+    for (int64_t i = 0; i < rows; i++) {
+        fill_stream(noise, (columns + 7) / 8, first_row + i, 0, s);
+        floor_row((uint32_t *)(uintptr_t)value + i * columns, noise, (uint16_t *)(uintptr_t)upper + i * columns,
+                  columns);
+    }
+    Py_END_ALLOW_THREADS
+    free(noise);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef methods[] = {
+    {"fill", native_fill, METH_VARARGS, "fill(out, rows, blocks, first_row, first_block, key, purpose, update)"},
+    {"split_read", native_split_read, METH_VARARGS,
+     "split_read(upper, low, value, rows, columns, first_row, key, dither_purpose)"},
+    {"split_round", native_split_round, METH_VARARGS,
+     "split_round(value, upper, low, rows, columns, first_row, key, noise_purpose, update, dither_purpose)"},
+    {"floor", native_floor, METH_VARARGS, "floor(value, upper, rows, columns, first_row, key, purpose, update)"},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", NULL, -1, methods, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__native(void) { return PyModule_Create(&module); }
