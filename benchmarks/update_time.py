@@ -61,7 +61,9 @@ def make_method(name: str, arguments: argparse.Namespace) -> tuple[nn.Module, to
     return model, torch.optim.AdamW(trained, lr=1e-6, betas=(0.9, 0.95), fused=True)
 
 
-def one_update(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor, bf16: bool) -> dict[str, float]:
+def one_update(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor, bf16: bool
+) -> dict[str, float]:
     start = time.perf_counter()
     with torch.autocast("cpu", dtype=torch.bfloat16) if bf16 else nullcontext():
         loss = model(input_ids=tokens, labels=tokens).loss
@@ -110,7 +112,9 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", choices=("bf16", "fp32"), default=["bf16", "fp32"])
     arguments = parser.parse_args()
     if any(name not in os.environ for name in ALLOCATOR):
-        os.execve(sys.executable, [sys.executable, "-m", "benchmarks.update_time", *sys.argv[1:]], {**os.environ, **ALLOCATOR})
+        os.execve(
+            sys.executable, [sys.executable, "-m", "benchmarks.update_time", *sys.argv[1:]], {**os.environ, **ALLOCATOR}
+        )
     rows: list[dict[str, Any]] = []
     ratios: dict[str, float] = {}
     for dtype in arguments.dtypes:

@@ -33,12 +33,16 @@ class LograSettings:
         "Meaning of lr: norm of the update over norm of the weights (paper), or an Adam-like learning rate.",
         ("update_ratio", "lr"),
     )
-    lr: float = _setting(6e-5, "Step size, in the unit step_size names; torch schedulers act on it (paper: ratio 6e-5).")
+    lr: float = _setting(
+        6e-5, "Step size, in the unit step_size names; torch schedulers act on it (paper: ratio 6e-5)."
+    )
     rule: str = _setting("row_adam", "Update rule on the sketches.", ("row_adam", "sgd"))
     beta2: float = _setting(0.95, "Decay of the row second moment (paper: 0.95).")
     eps: float = _setting(1e-8, "Added to the row scale, as a share of its mean over rows (paper: 1e-8).")
     weight_decay: float = _setting(0.0, "Decoupled decay per unit of lr; only with step_size 'lr'.")
-    max_norm: float | None = _setting(None, "Clip the norm of all sketches together to this (dense meaning); none: no clip.")
+    max_norm: float | None = _setting(
+        None, "Clip the norm of all sketches together to this (dense meaning); none: no clip."
+    )
     factor_bits: int = _setting(8, "Bits per entry of the merged factors.", (8, 12, 16))
     storage: str = _setting(
         "auto",
@@ -46,7 +50,9 @@ class LograSettings:
         "they are, bf16 weights as split.",
         ("auto", "fp32", "split", "bf16"),
     )
-    dithered_copy: bool = _setting(False, "With fp32 storage, keep a dithered bf16 copy that bf16 compute uses (2 bytes).")
+    dithered_copy: bool = _setting(
+        False, "With fp32 storage, keep a dithered bf16 copy that bf16 compute uses (2 bytes)."
+    )
     others: str = _setting("frozen", "All other parameters: frozen, or trained by AdamW.", ("frozen", "adamw"))
     others_lr: float = _setting(1e-6, "Learning rate of AdamW on the other parameters (paper's dense control: 1e-6).")
     others_betas: tuple[float, float] = _setting((0.9, 0.95), "AdamW's betas on the other parameters.")

@@ -42,25 +42,33 @@ def check_exact(bits: int, rank: int, max_entry: int) -> None:
         )
 
 
-def quantise_rows(sketch: Tensor, projection_scales: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Round S diag(projection_scales) to integers, row by row.
+def row_steps(sketch: Tensor, projection_scales: Tensor, bits: int) -> Tensor:
+    """What one unit of each row's integers stands for: fp32 [out_features], 0 for a row without direction.
+
+    Args:
+        sketch: S, [out_features, rank].
+        projection_scales: row scales of A, [rank], folded into S before rounding.
+        bits: 8, 12 or 16.
+    """
+    folded = sketch.to(torch.float32) * projection_scales
+    steps = torch.linalg.vector_norm(folded, ord=float("inf"), dim=1) / max_integer(bits)
+    # The inverse of a subnormal would be infinite; such a row is as good as zero.
+    return torch.where(steps > torch.finfo(torch.float32).tiny, steps, 0.0)
+
+
+def quantise_rows(sketch: Tensor, projection_scales: Tensor, steps: Tensor, bits: int) -> Tensor:
+    """Q, int8 or int16 [out_features, rank], with Q x steps[:, None] ~ S diag(projection_scales).
 
     Args:
         sketch: S, [out_features, rank].
         projection_scales: row scales of A, [rank].
+        steps: what `row_steps` gave for the same S.
         bits: 8, 12 or 16.
-
-    Returns:
-        Q, int8 or int16 [out_features, rank], and steps, fp32 [out_features], with Q x steps ~ S
-        diag(projection_scales). A row of zeros has step 0.
     """
-    folded = sketch.to(torch.float32) * projection_scales
-    largest = torch.linalg.vector_norm(folded, ord=float("inf"), dim=1)
-    # The inverse of a subnormal would be infinite; such a row is as good as zero.
-    inverse = torch.where(largest > torch.finfo(torch.float32).tiny, max_integer(bits) / largest, 0.0)
-    folded.mul_(inverse[:, None]).round_().clamp_(-max_integer(bits), max_integer(bits))
-    steps = torch.where(inverse > 0, largest / max_integer(bits), 0.0)
-    return folded.to(torch.int8 if bits == 8 else torch.int16), steps
+    inverse = torch.where(steps > 0, 1 / steps, 0.0)
+    folded = (sketch.to(torch.float32) * projection_scales).mul_(inverse[:, None])
+    folded.round_().clamp_(-max_integer(bits), max_integer(bits))
+    return folded.to(torch.int8 if bits == 8 else torch.int16)
 
 
 @contextmanager

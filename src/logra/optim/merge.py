@@ -61,8 +61,7 @@ class RealisedShare:
         intended = intended.flatten()
         self.intended += torch.dot(intended, intended)
         self.stored += torch.dot(intended, (after.stored - before.stored).flatten())
-        change = after.compute.to(torch.float32) - before.compute.to(torch.float32)
-        self.compute += torch.dot(intended, change.flatten())
+        self.compute += torch.dot(intended, (after.computing() - before.computing()).flatten())
 
 
 def row_blocks(rows: int, columns: int) -> list[range]:

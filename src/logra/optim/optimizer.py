@@ -77,7 +77,7 @@ class LograOptimizer(torch.optim.Optimizer):
         self.updates = self.skipped = self.zero_updates = 0
         self.last: AppliedUpdate | None = None
         self._proposal: Proposal | None = None
-        self._model = model
+        self._complete = False
         try:
             self.storages: dict[str, WeightStorage] = {
                 layer.name: make_storage(layer, s.storage, s.seed, s.dithered_copy) for layer in self.sketches
@@ -100,6 +100,7 @@ class LograOptimizer(torch.optim.Optimizer):
             )
             self.add_param_group(dict(self._adamw.param_groups[0]))
             self._share_with_adamw()
+        self._complete = True
         for layer in self.sketches:
             self._state(layer.name)["row_second_moment"] = torch.zeros(layer.out_features, device=layer.weight.device)
 
@@ -143,9 +144,13 @@ class LograOptimizer(torch.optim.Optimizer):
         lr, decay = float(self.param_groups[0]["lr"]), float(self.param_groups[0]["weight_decay"])
         moments = {name: self._state(name)["row_second_moment"] for name in self.sketches.layers}
         grads = [parameter.grad for parameter in self._trained_others if parameter.grad is not None]
-        square_norm = torch.stack([torch.linalg.vector_norm(g.float()).cpu() for g in grads]).square().sum() if grads else None
+        square_norm = (
+            torch.stack([torch.linalg.vector_norm(g.float()).cpu() for g in grads]).square().sum() if grads else None
+        )
         with exact_products():
-            self._proposal = make_proposal(self.sketches, moments, self.updates, (lr, decay), square_norm, self.settings)
+            self._proposal = make_proposal(
+                self.sketches, moments, self.updates, (lr, decay), square_norm, self.settings
+            )
         return self._proposal
 
     @torch.no_grad()
@@ -294,7 +299,7 @@ class LograOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Used at construction only; the groups of a LograOptimizer follow from its model and settings."""
-        if hasattr(self, "_adamw") and len(self.param_groups) > 1:
+        if self._complete:
             raise ValueError("a LograOptimizer takes its parameters from the model; use `targets` and `others` instead")
         super().add_param_group(param_group)
 

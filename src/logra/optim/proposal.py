@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from logra.config import LograSettings
-from logra.optim.factors import gram, quantise_rows, update_square_norm
+from logra.optim.factors import gram, quantise_rows, row_steps, update_square_norm
 from logra.optim.merge import LayerStep
 from logra.optim.row_adam import RowStatistics, next_second_moment, row_factors
 from logra.sketch.hooks import Sketches
@@ -28,19 +28,22 @@ class LayerProposal:
     Attributes:
         layer: the layer; its sketch is read again when the integers are made.
         next_second_moment: v after the update, fp32 [out_features].
-        row_factors: fp32 [out_features], clipping included; None where the sketch is absent or zero.
+        row_factors: D = row_factors S, clipping included, fp32 [out_features]; None without a sketch.
+        row_steps: what one unit of a row's integers stands for, fp32 [out_features]; None without a sketch.
     """
 
     layer: LayerSketch
     next_second_moment: Tensor
-    row_factors: Tensor | None
+    row_factors: Tensor | None = None
+    row_steps: Tensor | None = None
 
     def integers(self, bits: int) -> tuple[Tensor, Tensor]:
-        """Q [out_features, rank] and, in fp32 [out_features], the unit step of each row (alpha = f = 1)."""
+        """Q [out_features, rank] and, in fp32 [out_features], the scale of each row at alpha = f = 1."""
         layer, projection = self.layer, self.layer.group.projection
-        assert self.row_factors is not None and layer.sketch is not None and projection is not None
-        factors, steps = quantise_rows(layer.sketch, projection.row_scales(), bits)
-        return factors, steps * self.row_factors
+        assert self.row_factors is not None and self.row_steps is not None
+        assert layer.sketch is not None and projection is not None
+        factors = quantise_rows(layer.sketch, projection.row_scales(), self.row_steps, bits)
+        return factors, self.row_steps * self.row_factors
 
 
 @dataclass(frozen=True)
@@ -111,9 +114,7 @@ def make_proposal(
         others_square_norm: square norm of the other parameters' gradients, which the clip counts too.
         settings: of the optimizer.
     """
-    statistics = {
-        layer.name: RowStatistics.of(layer.sketch) for layer in sketches if layer.sketch is not None
-    }
+    statistics = {layer.name: RowStatistics.of(layer.sketch) for layer in sketches if layer.sketch is not None}
     total = sum((s.square_norms.sum(dtype=torch.float64).cpu() for s in statistics.values()), torch.zeros(()).double())
     if others_square_norm is not None:
         total = total + others_square_norm.to(torch.float64).cpu()
@@ -152,14 +153,17 @@ def make_proposal(
 def _propose_layer(
     layer: LayerSketch, v: Tensor, statistics: RowStatistics | None, count: int, clip: float, settings: LograSettings
 ) -> LayerProposal:
-    if statistics is None:
-        return LayerProposal(layer, settings.beta2 * v, None)
-    if settings.rule == "sgd":
-        return LayerProposal(layer, v, torch.full_like(v, clip))
+    sgd, projection = settings.rule == "sgd", layer.group.projection
+    if statistics is None or layer.sketch is None:
+        return LayerProposal(layer, v if sgd else settings.beta2 * v)
+    assert projection is not None
+    steps = row_steps(layer.sketch, projection.row_scales(), settings.factor_bits)
+    if sgd:
+        return LayerProposal(layer, v, torch.full_like(v, clip), steps)
     new_v = next_second_moment(v, statistics, settings.beta2, clip)
     preserve = settings.step_size == "update_ratio"
     factors = row_factors(new_v, count + 1, settings.beta2, settings.eps, statistics, preserve)
-    return LayerProposal(layer, new_v, factors * clip)
+    return LayerProposal(layer, new_v, factors * clip, steps)
 
 
 def _unit_square_norm(sketches: Sketches, layers: tuple[LayerProposal, ...], bits: int) -> float:

@@ -38,13 +38,17 @@ class Block:
 
     Attributes:
         stored: fp32, the exact stored value.
-        compute: bf16, what bf16 compute uses.
+        compute: bf16, what bf16 compute uses; None where that is `stored` rounded to nearest.
         low: uint8, the low bits of `split`; None elsewhere.
     """
 
     stored: Tensor
-    compute: Tensor
+    compute: Tensor | None = None
     low: Tensor | None = None
+
+    def computing(self) -> Tensor:
+        """What bf16 compute uses, in fp32."""
+        return (self.stored.to(torch.bfloat16) if self.compute is None else self.compute).to(torch.float32)
 
 
 class WeightStorage(ABC):
@@ -102,16 +106,16 @@ class Fp32Storage(WeightStorage):
     def read(self, rows: range) -> Block:
         stored = self._slice(rows)
         copy = self.layer.compute_copy
-        return Block(stored, stored.to(torch.bfloat16) if copy is None else copy[rows.start : rows.stop])
+        return Block(stored, None if copy is None else copy[rows.start : rows.stop])
 
     def rounded(self, rows: range, target: Tensor, update: int) -> Block:
         if self.dithered_copy:
             return Block(target, floor_to_bf16(target, self.bits, rows, Purpose.DITHER))
-        return Block(target, target.to(torch.bfloat16))
+        return Block(target)
 
     def write(self, rows: range, block: Block) -> None:
         self._slice(rows).copy_(block.stored)
-        if self.layer.compute_copy is not None:
+        if self.layer.compute_copy is not None and block.compute is not None:
             self.layer.compute_copy[rows.start : rows.stop] = block.compute
 
     def load_extra_state(self, state: dict[str, Tensor]) -> None:
@@ -141,7 +145,7 @@ class SplitStorage(WeightStorage):
         return Block(target, compute, low)
 
     def write(self, rows: range, block: Block) -> None:
-        assert block.low is not None
+        assert block.compute is not None and block.low is not None
         self._slice(rows).copy_(block.compute)
         self.low[rows.start : rows.stop] = block.low
 
@@ -170,6 +174,7 @@ class Bf16Storage(WeightStorage):
         return Block(compute.to(torch.float32), compute)
 
     def write(self, rows: range, block: Block) -> None:
+        assert block.compute is not None
         self._slice(rows).copy_(block.compute)
 
 

@@ -228,6 +228,7 @@ def _ask_embeddings_for_gradients(model: nn.Module) -> list[Any]:
     """
     switches = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
 
+    @torch.compiler.disable(reason="the hook that lets embeddings ask for gradients runs eagerly")
     def ask(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> None:
         checkpointing = any(module.gradient_checkpointing for module in switches)
         if checkpointing and torch.is_grad_enabled() and not output.requires_grad:

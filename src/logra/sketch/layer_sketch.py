@@ -134,7 +134,13 @@ class SketchedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        inputs: Tensor, computed: Tensor, projected: Tensor, weight: Tensor, bias: Tensor | None, layer: LayerSketch, _: Any
+        inputs: Tensor,
+        computed: Tensor,
+        projected: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        layer: LayerSketch,
+        _: Any,
     ) -> Tensor:
         return plain_linear(computed, weight, bias)
 

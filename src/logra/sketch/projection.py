@@ -143,7 +143,9 @@ def usable_rank(rank: int, in_features: int, group: str) -> int:
     """`rank`, or `in_features` with a note when that is smaller: more rows would add nothing."""
     if rank <= in_features:
         return rank
-    log.warning("rank %d is larger than in_features %d of %s: using rank %d there", rank, in_features, group, in_features)
+    log.warning(
+        "rank %d is larger than in_features %d of %s: using rank %d there", rank, in_features, group, in_features
+    )
     return in_features
 
 
