@@ -13,7 +13,7 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/mypy
 	$(BIN)/python -m pytest
 
 format: $(READY)

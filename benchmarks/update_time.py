@@ -53,7 +53,7 @@ def make_method(name: str, arguments: argparse.Namespace) -> tuple[nn.Module, to
         from peft import LoraConfig, get_peft_model
 
         config = LoraConfig(r=arguments.rank, lora_alpha=arguments.rank, target_modules=list(DEFAULT_TARGETS))
-        model = get_peft_model(model, config)  # pyright: ignore
+        model = get_peft_model(model, config)
     else:
         for parameter_name, parameter in model.named_parameters():
             parameter.requires_grad_(parameter_name.split(".")[-2] in DEFAULT_TARGETS)

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +11,7 @@ from torch import Tensor, nn
 torch.set_num_threads(2)
 
 
-def tiny_llama(
-    layers: int = 2, hidden: int = 32, intermediate: int = 80, tied: bool = False, seed: int = 0
-) -> nn.Module:
+def tiny_llama(layers: int = 2, hidden: int = 32, intermediate: int = 80, tied: bool = False, seed: int = 0) -> Any:
     """A Llama with grouped-query attention, random weights, vocabulary 48."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -30,7 +29,7 @@ def tiny_llama(
     return LlamaForCausalLM(config)
 
 
-def tiny_gpt2() -> nn.Module:
+def tiny_gpt2() -> Any:
     """A GPT-2, whose linear layers are Conv1D with biases."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -47,7 +46,7 @@ def tokens() -> Tensor:
     return torch.randint(48, (4, 11), generator=torch.Generator().manual_seed(1))
 
 
-def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+def loss_of(model: Any, tokens: Tensor) -> Tensor:
     return model(input_ids=tokens, labels=tokens).loss
 
 

@@ -69,7 +69,8 @@ def train(model: nn.Module, optimizer: LograOptimizer, tokens: Tensor, updates: 
 def test_identity_projection_equals_row_wise_adam(decay: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plain form with A = I against a reference written out: decay first, then lr x G / (sqrt(v_hat) + eps')."""
     torch.manual_seed(0)
-    model, lr = nn.Sequential(nn.Linear(7, 5, bias=False)), 1e-2
+    model: Any = nn.Sequential(nn.Linear(7, 5, bias=False))
+    lr = 1e-2
     weight = model[0].weight.detach().clone().double()
     optimizer = LograOptimizer(
         model, targets="all-linear", rank=7, step_size="lr", lr=lr, weight_decay=decay, factor_bits=16
@@ -90,7 +91,7 @@ def test_identity_projection_equals_row_wise_adam(decay: float, monkeypatch: pyt
 
 def test_sgd_rule_is_sgd_through_the_projection(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 4, bias=False))
+    model: Any = nn.Sequential(nn.Linear(6, 4, bias=False))
     weight = model[0].weight.detach().clone()
     optimizer = LograOptimizer(model, targets="all-linear", rank=6, rule="sgd", step_size="lr", lr=0.1, factor_bits=16)
     with_identity(optimizer, monkeypatch)
@@ -311,7 +312,7 @@ def test_a_non_finite_gradient_of_another_parameter_skips_everything(tokens: Ten
     optimizer = LograOptimizer(model, rank=8, others="adamw")
     before = {name: value.detach().clone() for name, value in model.named_parameters()}
     loss_of(model, tokens).backward()
-    model.model.norm.weight.grad.fill_(math.nan)  # pyright: ignore
+    model.model.norm.weight.grad.fill_(math.nan)
     with pytest.warns(UserWarning, match="skipped"):
         optimizer.step()
     assert all(torch.equal(value, before[name]) for name, value in model.named_parameters())
@@ -347,7 +348,7 @@ def test_sketch_norm_estimates_the_dense_gradient_norm(tokens: Tensor) -> None:
     twin = copy.deepcopy(model)
     loss_of(twin, tokens).backward()
     optimizer = LograOptimizer(model, rank=8)
-    dense = sum(float(twin.get_submodule(layer.name).weight.grad.square().sum()) for layer in optimizer.sketches)  # pyright: ignore
+    dense = sum(float(twin.get_submodule(layer.name).weight.grad.square().sum()) for layer in optimizer.sketches)
     squares = []
     for draw in range(1, 201):
         optimizer.sketches.draw(draw)
@@ -431,7 +432,7 @@ def test_others_train_like_plain_adamw(tokens: Tensor) -> None:
 
 def test_frozen_others_stay_and_trainability_is_restored(tokens: Tensor) -> None:
     model = tiny_llama(layers=1)
-    model.model.norm.weight.requires_grad_(False)  # pyright: ignore
+    model.model.norm.weight.requires_grad_(False)
     flags = {name: value.requires_grad for name, value in model.named_parameters()}
     optimizer = LograOptimizer(model, rank=8, others="frozen")
     assert not any(value.requires_grad for value in model.parameters())
@@ -439,7 +440,7 @@ def test_frozen_others_stay_and_trainability_is_restored(tokens: Tensor) -> None
     optimizer.detach()
     assert {name: value.requires_grad for name, value in model.named_parameters()} == flags
     adamw = LograOptimizer(model, rank=8, others="adamw")
-    assert not model.model.norm.weight.requires_grad  # pyright: ignore  # what the user froze stays frozen
+    assert not model.model.norm.weight.requires_grad  # what the user froze stays frozen
     assert len(adamw.param_groups[1]["params"]) == sum(flags.values()) - len(adamw.sketches)
 
 
@@ -482,7 +483,7 @@ def test_one_row_tall_wide_and_rank_above_in_features(shape: tuple[int, int], ra
 @pytest.mark.parametrize("storage", ["fp32", "split", "bf16"])
 def test_it_learns_a_tiny_language_model(storage: str, tokens: Tensor) -> None:
     model = tiny_llama()
-    model.lm_head.weight.data.mul_(20)  # pyright: ignore  # a frozen head of small random weights cannot be sure of anything
+    model.lm_head.weight.data.mul_(20)  # a frozen head of small random weights cannot be sure of anything
     optimizer = LograOptimizer(model, rank=8, storage=storage, step_size="lr", lr=1e-2)
     before = float(loss_of(model, tokens).detach())
     train(model, optimizer, tokens, 60, autocast=True)
@@ -508,7 +509,7 @@ def test_saved_and_loaded_model_behaves_as_trained(tokens: Tensor, tmp_path: Any
     model = tiny_llama()
     optimizer = LograOptimizer(model, rank=8, storage="split", lr=1e-3)
     train(model, optimizer, tokens, 2)
-    model.save_pretrained(tmp_path)  # pyright: ignore
+    model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     for name, value in loaded.state_dict().items():
         assert torch.equal(value, model.state_dict()[name]), name
@@ -562,9 +563,30 @@ def test_layers_that_no_gradient_reaches_are_named() -> None:
         optimizer.step()
 
 
+def test_several_processes_are_refused_rather_than_left_to_drift_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_llama(layers=1)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(RuntimeError, match="2 processes"):
+        LograOptimizer(model, rank=8)
+    assert all("forward" not in module.__dict__ for module in model.modules())
+
+
+@pytest.mark.parametrize("alpha", [-1.0, math.nan, math.inf])
+def test_an_alpha_that_is_no_step_is_refused(alpha: float, tokens: Tensor) -> None:
+    model = tiny_llama(layers=1)
+    optimizer = LograOptimizer(model, rank=8)
+    loss_of(model, tokens).backward()
+    optimizer.propose()
+    before = snapshot(model, optimizer)
+    with pytest.raises(ValueError, match="alpha is"):
+        optimizer.apply(alpha)
+    assert_same(snapshot(model, optimizer), before)
+
+
 def test_settings_are_validated_at_construction() -> None:
     model = tiny_llama(layers=1)
-    for change, message in [
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"rnak": 4}, r"'rnak' is not a setting.*Did you mean 'rank'"),
         ({"storage": "spilt"}, r"storage is 'spilt'.*Did you mean 'split'"),
         ({"weight_decay": 0.1}, "no meaning"),
@@ -573,7 +595,8 @@ def test_settings_are_validated_at_construction() -> None:
         ({"dithered_copy": True, "storage": "bf16"}, "dithered_copy is for fp32"),
         ({"max_norm": 0.0}, "max_norm is 0.0; it must be above 0"),
         ({"beta2": 1.0}, r"beta2 is 1.0; it must be in \[0, 1\)"),
-    ]:
+    ]
+    for change, message in cases:
         with pytest.raises(ValueError, match=message):
             LograOptimizer(model, **change)
         assert all("forward" not in module.__dict__ for module in model.modules())

@@ -29,7 +29,7 @@ def test_expected_gram_is_the_identity(kind: str) -> None:
         dense = KINDS[kind](0, "group", update, rank, in_features).dense(torch.float64)
         total += dense.T @ dense
     error = total / draws - torch.eye(in_features)
-    # The entries of one draw have a standard deviation of at most sqrt(2 / rank) (about sqrt(3 / rank) on the diagonal).
+    # The entries of one draw have a standard deviation of at most about sqrt(3 / rank).
     assert error.abs().max() < 5 * math.sqrt(3 / rank / draws)
 
 

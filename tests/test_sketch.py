@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -78,7 +79,7 @@ def test_activation_checkpointing_first_block_included(reentrant: bool, tokens: 
     model = tiny_llama()
     gradients = dense_gradients(model, one_batch(tokens))
     sketches = attach(model, "all-linear", rank=8)
-    model.activation_checkpointing_enable({"use_reentrant": reentrant})  # pyright: ignore
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
     model.train()
     one_batch(tokens)(model)
     assert worst_error(sketches, gradients) < 1e-5
@@ -138,7 +139,7 @@ def test_output_and_input_gradient_are_the_ordinary_ones(autocast: bool, tokens:
     attach(model, "all-linear", rank=8)
     results = []
     for each in (plain, model):
-        embedded = each.get_input_embeddings()(tokens).detach().requires_grad_(True)  # pyright: ignore
+        embedded = each.get_input_embeddings()(tokens).detach().requires_grad_(True)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             logits = each(inputs_embeds=embedded).logits
         logits.float().square().sum().backward()
@@ -154,7 +155,7 @@ def test_conv1d_of_gpt2_with_biases(tokens: Tensor) -> None:
     one_batch(tokens)(model)
     assert worst_error(sketches, gradients) < 1e-5
     assert all(layer.transposed for layer in sketches)
-    bias = model.transformer.h[0].attn.c_attn.bias  # pyright: ignore
+    bias = model.transformer.h[0].attn.c_attn.bias
     assert bias.grad is not None
 
 
@@ -283,7 +284,7 @@ class Shapes(TorchDispatchMode):
         super().__init__()
         self.calls: list[tuple[str, list[tuple[int, ...]]]] = []
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204  # pyright: ignore
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         tensors = [each for each in (*args, out) if isinstance(each, Tensor)]
         self.calls.append((str(func), [tuple(each.shape) for each in tensors]))
@@ -295,9 +296,12 @@ def test_backward_never_builds_a_gradient_and_forward_never_keeps_the_input() ->
     attach(nn.Sequential(layer), "all-linear", rank=4)
     x = torch.randn(50, 37, requires_grad=True)
     saved: list[tuple[int, ...]] = []
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda each: saved.append(tuple(each.shape)) or each, lambda each: each
-    ):
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved.append(tuple(tensor.shape))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda each: each):
         y = layer(x * 1)
     assert (50, 37) not in saved
     assert sorted(saved) == [(23, 37), (50, 4)]
@@ -330,14 +334,14 @@ def test_eval_mode_sketches_like_train_mode(tokens: Tensor) -> None:
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("make", [tiny_llama, tiny_gpt2])
 def test_forward_mode_derivatives_are_those_of_the_plain_model(
-    grad: bool, make: Callable[[], nn.Module], tokens: Tensor
+    grad: bool, make: Callable[[], Any], tokens: Tensor
 ) -> None:
     plain, model = make(), make()
     attach(model, "all-linear", rank=8)
     results = []
     for each in (plain, model):
-        each.set_attn_implementation("eager")  # pyright: ignore
-        embedded = each.get_input_embeddings()(tokens).detach()  # pyright: ignore
+        each.set_attn_implementation("eager")
+        embedded = each.get_input_embeddings()(tokens).detach()
         tangent = torch.randn(embedded.shape, generator=torch.Generator().manual_seed(5))
         with torch.set_grad_enabled(grad), fwd.dual_level():
             logits = each(inputs_embeds=fwd.make_dual(embedded, tangent)).logits
@@ -351,11 +355,11 @@ def test_torch_compile_works_with_graph_breaks_and_is_refused_as_one_graph(token
     gradients = dense_gradients(model, one_batch(tokens))
     sketches = attach(model, "all-linear", rank=8)
     torch._dynamo.reset()
-    loss_of(torch.compile(model, backend="aot_eager"), tokens).backward()  # pyright: ignore
+    loss_of(torch.compile(model, backend="aot_eager"), tokens).backward()
     assert worst_error(sketches, gradients) < 1e-5
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match="runs eagerly"):
-        loss_of(torch.compile(model, backend="aot_eager", fullgraph=True), tokens)  # pyright: ignore
+        loss_of(torch.compile(model, backend="aot_eager", fullgraph=True), tokens)
 
 
 def test_checkpointing_by_hand_with_an_input_that_asks_for_gradients() -> None:
@@ -364,14 +368,14 @@ def test_checkpointing_by_hand_with_an_input_that_asks_for_gradients() -> None:
     gradients = dense_gradients(model, lambda each: each(x).square().sum().backward())
     for reentrant in (True, False):
         sketches = attach(model, "all-linear", rank=3)
-        checkpoint(model, x, use_reentrant=reentrant).square().sum().backward()  # pyright: ignore
+        checkpoint(model, x, use_reentrant=reentrant).square().sum().backward()
         assert worst_error(sketches, gradients) < 1e-5
         sketches.detach()
 
 
 def test_state_dict_keys_stay_and_detach_restores_the_model(tokens: Tensor) -> None:
     model = tiny_llama()
-    model.lm_head.weight.requires_grad_(False)  # pyright: ignore
+    model.lm_head.weight.requires_grad_(False)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     flags = [parameter.requires_grad for parameter in model.parameters()]
     sketches = attach(model, "all-linear", rank=8)
@@ -394,7 +398,7 @@ def test_a_copy_of_the_model_is_on_its_own(tokens: Tensor) -> None:
     one_batch(tokens)(twin)
     assert all(layer.sketch is None for layer in sketches)
     with torch.no_grad():
-        twin.model.layers[0].mlp.up_proj.weight.zero_()  # pyright: ignore
+        twin.model.layers[0].mlp.up_proj.weight.zero_()
     assert not torch.equal(twin(input_ids=tokens).logits, model(input_ids=tokens).logits)
 
 

@@ -200,9 +200,9 @@ def test_two_holders_with_other_blocks_shards_and_threads_stay_equal_bit_for_bit
                 merge(holder, step, RealisedShare.zero(torch.device("cpu")) if block == 1 else None)
     torch.set_num_threads(2)
     blocks = [holder.read(range(50)) for holder in holders]
-    for block in blocks[1:]:
-        assert torch.equal(block.stored, blocks[0].stored)
-        assert torch.equal(block.computing(), blocks[0].computing())
+    for other in blocks[1:]:
+        assert torch.equal(other.stored, blocks[0].stored)
+        assert torch.equal(other.computing(), blocks[0].computing())
     assert not torch.equal(blocks[0].stored, start.float())
 
 

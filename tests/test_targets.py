@@ -1,5 +1,7 @@
 """Target selection, names, input groups, coverage."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -105,14 +107,14 @@ def test_tied_head_is_refused_and_untied_is_not() -> None:
     tied = tiny_llama(tied=True)
     with pytest.raises(ValueError, match=r"lm_head\.weight is tied to \['model\.embed_tokens\.weight'\]"):
         attach(tied, ["lm_head", "q_proj"], rank=4)
-    assert "forward" not in tied.lm_head.__dict__  # pyright: ignore
+    assert "forward" not in tied.lm_head.__dict__
     attach(tied, "all-linear", rank=4)
     attach(tiny_llama(), ["lm_head"], rank=4)
 
 
 def test_unusable_models_are_refused_before_anything_changes() -> None:
     for dtype in (torch.float16, torch.int8):
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         model[1].weight = nn.Parameter(model[1].weight.detach().to(dtype), requires_grad=False)
         with pytest.raises(ValueError, match=rf"1\.weight is {dtype}.*float32 or bfloat16"):
             attach(model, "all-linear", rank=2)
@@ -121,6 +123,7 @@ def test_unusable_models_are_refused_before_anything_changes() -> None:
     attach(model, "all-linear", rank=2)
     with pytest.raises(ValueError, match="already has a replaced forward"):
         attach(model, "all-linear", rank=2)
-    for bad in ({"rank": 0}, {"rank": 2, "projection": "rademacer"}):
+    cases: list[dict[str, Any]] = [{"rank": 0}, {"rank": 2, "projection": "rademacer"}]
+    for bad in cases:
         with pytest.raises(ValueError, match=r"rank is 0|projection is 'rademacer'"):
-            attach(nn.Sequential(nn.Linear(4, 4)), "all-linear", **bad)  # pyright: ignore
+            attach(nn.Sequential(nn.Linear(4, 4)), "all-linear", **bad)

@@ -46,8 +46,8 @@ class LograSettings:
     factor_bits: int = _setting(8, "Bits per entry of the merged factors.", (8, 12, 16))
     storage: str = _setting(
         "auto",
-        "How selected weights are stored: fp32, split (bf16 + 8 bits), bf16 (stochastic rounding); auto: fp32 weights as "
-        "they are, bf16 weights as split.",
+        "How selected weights are stored: fp32, split (bf16 + 8 bits), bf16 (stochastic rounding); auto: fp32 weights "
+        "stay as they are, bf16 weights become split.",
         ("auto", "fp32", "split", "bf16"),
     )
     dithered_copy: bool = _setting(
@@ -87,12 +87,13 @@ class LograSettings:
     def _check_combinations(self) -> None:
         if self.weight_decay and self.step_size == "update_ratio":
             raise ValueError(
-                f"weight_decay is {self.weight_decay} with step_size 'update_ratio', where a decay per unit of lr has no "
-                f"meaning; set weight_decay to 0 or step_size to 'lr'"
+                f"weight_decay is {self.weight_decay} with step_size 'update_ratio', where a decay per unit of lr has "
+                f"no meaning; set weight_decay to 0 or step_size to 'lr'"
             )
         if self.dithered_copy and self.storage not in ("auto", "fp32"):
             raise ValueError(
-                f"dithered_copy is for fp32 storage; storage {self.storage!r} computes with what it stores. Leave it off."
+                f"dithered_copy is for fp32 storage; storage {self.storage!r} computes with what it stores. "
+                f"Leave it off."
             )
 
     def with_changes(self, **changes: Any) -> "LograSettings":

@@ -15,6 +15,7 @@ Source: section 3 of the design.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,9 +37,9 @@ def check_exact(bits: int, rank: int, max_entry: int) -> None:
     largest = max_integer(bits) * max_entry
     if rank * largest > EXACT_LIMIT:
         raise ValueError(
-            f"rank {rank} with factor_bits {bits} and a projection of integers up to {max_entry} cannot be merged exactly: "
-            f"{rank} x {max_integer(bits)} x {max_entry} exceeds 2^24. Use rank <= {EXACT_LIMIT // largest}, fewer "
-            f"factor_bits (8), or projection 'rademacher'."
+            f"rank {rank} with factor_bits {bits} and a projection of integers up to {max_entry} cannot be merged "
+            f"exactly: {rank} x {max_integer(bits)} x {max_entry} exceeds 2^24. Use rank <= {EXACT_LIMIT // largest}, "
+            f"fewer factor_bits (8), or projection 'rademacher'."
         )
 
 
@@ -74,7 +75,7 @@ def quantise_rows(sketch: Tensor, projection_scales: Tensor, steps: Tensor, bits
 @contextmanager
 def exact_products() -> Iterator[None]:
     """fp32 matrix products that round only their result: autocast, TF32 and bf16 fast paths off."""
-    backends = (torch.backends.mkldnn.matmul, torch.backends.cuda.matmul)
+    backends: tuple[Any, ...] = (torch.backends.mkldnn.matmul, torch.backends.cuda.matmul)  # type: ignore[attr-defined]
     before = [backend.fp32_precision for backend in backends]
     try:
         for backend in backends:

@@ -54,14 +54,16 @@ class RealisedShare:
 
     @classmethod
     def zero(cls, device: torch.device) -> "RealisedShare":
+        """Nothing counted yet."""
         return cls(*(torch.zeros((), dtype=torch.float64, device=device) for _ in range(3)))
 
     def add(self, before: Block, intended: Tensor, after: Block) -> None:
         """Count one block: how much of `intended` arrived in the stored and in the computing weight."""
         intended = intended.flatten()
-        self.intended += torch.dot(intended, intended)
-        self.stored += torch.dot(intended, (after.stored - before.stored).flatten())
-        self.compute += torch.dot(intended, (after.computing() - before.computing()).flatten())
+        self.intended += torch.dot(intended, intended).to(self.intended.device)
+        self.stored += torch.dot(intended, (after.stored - before.stored).flatten()).to(self.stored.device)
+        change = after.computing() - before.computing()
+        self.compute += torch.dot(intended, change.flatten()).to(self.compute.device)
 
 
 def row_blocks(rows: int, columns: int) -> list[range]:

@@ -11,6 +11,7 @@ sketches, `step` merges the update into the weights and draws new projections. F
 step comes in two phases, `propose()` and then `apply(alpha)` or `discard()`.
 """
 
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -71,8 +72,9 @@ class LograOptimizer(torch.optim.Optimizer):
 
     def __init__(self, model: nn.Module, settings: LograSettings | None = None, **changes: Any) -> None:
         self.settings = (settings or LograSettings()).with_changes(**changes)
-        _check_factors(self.settings)
         s = self.settings
+        check_exact(s.factor_bits, s.rank, KINDS[s.projection].max_entry)
+        _refuse_several_processes()
         self.sketches: Sketches = attach(model, s.targets, s.rank, s.projection, s.seed)
         self.updates = self.skipped = self.zero_updates = 0
         self.last: AppliedUpdate | None = None
@@ -116,7 +118,7 @@ class LograOptimizer(torch.optim.Optimizer):
     # One phase: any training loop
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take the step that the sketches since the last one ask for; skip it, with a warning, if it is not finite."""
         loss = None
         if closure is not None:
@@ -158,6 +160,7 @@ class LograOptimizer(torch.optim.Optimizer):
         """Merge `alpha` times the proposed step, commit moments and counters, and draw new projections.
 
         Raises:
+            ValueError: alpha is negative or not finite.
             RuntimeError: nothing is proposed, or the proposal must not be applied.
         """
         proposal = self._proposal
@@ -165,7 +168,9 @@ class LograOptimizer(torch.optim.Optimizer):
             raise RuntimeError("there is nothing to apply: call propose() after backward, once for each apply()")
         if proposal.skip_reason is not None:
             raise RuntimeError(f"the proposal cannot be applied ({proposal.skip_reason}); call skip() or discard()")
-        share = RealisedShare.zero(torch.device("cpu"))
+        if not 0 <= alpha < math.inf:
+            raise ValueError(f"alpha is {alpha}; it must be a finite number, 0 or more")
+        share = RealisedShare.zero(proposal.layers[0].layer.weight.device)
         with exact_products():
             for proposed in proposal.layers:
                 step = proposal.step_of(proposed, alpha)
@@ -233,7 +238,7 @@ class LograOptimizer(torch.optim.Optimizer):
 
     # State
 
-    def state_dict(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def state_dict(self) -> dict[str, Any]:
         """Plain tensors, numbers and strings: torch's format plus the key "logra". Loads with weights_only=True.
 
         Sketches of an unfinished update are left out, as gradients are.
@@ -242,20 +247,19 @@ class LograOptimizer(torch.optim.Optimizer):
         names = list(self.sketches.layers)
         for index, name in enumerate(names):
             state["state"][index] = {**state["state"][index], **self.storages[name].extra_state()}
-        s = self.settings
         state["logra"] = {
             "format": STATE_FORMAT,
             "updates": self.updates,
             "skipped": self.skipped,
             "zero_updates": self.zero_updates,
-            "fixed": {"rank": s.rank, "projection": s.projection, "rule": s.rule, "seed": s.seed},
+            "fixed": self._fixed_settings(),
             "storage": {name: storage.kind for name, storage in self.storages.items()},
             "groups": {layer.name: layer.group.name for layer in self.sketches},
         }
         return state
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where `state_dict` was made. Load the model's weights first.
 
         Raises:
@@ -283,9 +287,12 @@ class LograOptimizer(torch.optim.Optimizer):
         self.zero_updates = extra["zero_updates"]
         self._next_update()
 
+    def _fixed_settings(self) -> dict[str, Any]:
+        """Settings that a run cannot change on its way; the others may differ after loading."""
+        return {name: getattr(self.settings, name) for name in ("rank", "projection", "rule", "others", "seed")}
+
     def _check_same(self, extra: dict[str, Any]) -> None:
-        s = self.settings
-        now = {"rank": s.rank, "projection": s.projection, "rule": s.rule, "seed": s.seed}
+        now = self._fixed_settings()
         differing = {key: (value, now[key]) for key, value in extra["fixed"].items() if now.get(key) != value}
         if differing:
             shown = ", ".join(f"{key} {saved!r} (now {here!r})" for key, (saved, here) in differing.items())
@@ -293,8 +300,8 @@ class LograOptimizer(torch.optim.Optimizer):
         storage = {name: kept.kind for name, kept in self.storages.items()}
         if storage != extra["storage"]:
             raise ValueError(
-                f"the state was saved for other layers or storages ({_first_difference(extra['storage'], storage)}); make "
-                f"the optimizer with the same targets and storage to continue"
+                f"the state was saved for other layers or storages ({_first_difference(extra['storage'], storage)}); "
+                f"make the optimizer with the same targets and storage to continue"
             )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -325,8 +332,14 @@ class LograOptimizer(torch.optim.Optimizer):
             parameter.requires_grad_(flag)
 
 
-def _check_factors(settings: LograSettings) -> None:
-    check_exact(settings.factor_bits, settings.rank, KINDS[settings.projection].max_entry)
+def _refuse_several_processes() -> None:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        processes = torch.distributed.get_world_size()
+        if processes > 1:
+            raise RuntimeError(
+                f"torch.distributed runs {processes} processes; LograOptimizer works in one process for now, since "
+                f"sketches are not yet summed over processes. Run one process, or leave torch.distributed uninitialised."
+            )
 
 
 def _others(model: nn.Module, sketches: Sketches) -> list[nn.Parameter]:

@@ -58,7 +58,7 @@ class Proposal:
         weight_norm: ||W|| over all layers (0 unless step_size is "update_ratio").
         sketch_norm: norm of all gradients together before clipping, in its dense meaning.
         clip: what the gradients were scaled by, at most 1.
-        decay_factor: what weights are multiplied by before the step (alpha = 1).
+        weight_decay_step: lr x decay; at alpha, weights are first multiplied by 1 - alpha x this.
         bits: bits of the integers.
         skip_reason: why this proposal must not be applied, or None.
     """
@@ -115,10 +115,9 @@ def make_proposal(
         settings: of the optimizer.
     """
     statistics = {layer.name: RowStatistics.of(layer.sketch) for layer in sketches if layer.sketch is not None}
-    total = sum((s.square_norms.sum(dtype=torch.float64).cpu() for s in statistics.values()), torch.zeros(()).double())
-    if others_square_norm is not None:
-        total = total + others_square_norm.to(torch.float64).cpu()
-    sketch_norm = math.sqrt(float(total)) if float(total) >= 0 else math.nan
+    squares = [each.square_norms.sum(dtype=torch.float64) for each in statistics.values()]
+    total = _sum(squares if others_square_norm is None else [*squares, others_square_norm])
+    sketch_norm = math.sqrt(total) if total >= 0 else math.nan
     lr, decay = step_size
     if not statistics or not math.isfinite(sketch_norm):
         reason = "non-finite gradient" if statistics else "no backward since the last update"
@@ -133,9 +132,9 @@ def make_proposal(
     unit_norm = math.sqrt(_unit_square_norm(sketches, layers, settings.factor_bits))
     weight_norm, factor = 0.0, lr
     if settings.step_size == "update_ratio":
-        weight_norm = math.sqrt(sum(float(_square_norm(layer.weight)) for layer in sketches))
+        weight_norm = math.sqrt(_sum([_square_norm(layer.weight) for layer in sketches]))
         factor = lr * weight_norm / unit_norm if unit_norm > 0 else 0.0
-    reason = None if math.isfinite(factor * unit_norm) else "non-finite step"
+    not_finite = None if math.isfinite(factor * unit_norm) else "non-finite step"
     return Proposal(
         count + 1,
         layers,
@@ -146,7 +145,7 @@ def make_proposal(
         clip,
         lr * decay,
         settings.factor_bits,
-        reason,
+        not_finite,
     )
 
 
@@ -174,8 +173,15 @@ def _unit_square_norm(sketches: Sketches, layers: tuple[LayerProposal, ...], bit
         active = [proposed[layer.name] for layer in group.layers if proposed[layer.name].row_factors is not None]
         if active and group.projection is not None:
             projection_gram = gram(group.projection.integers())
-            parts += [update_square_norm(*entry.integers(bits), projection_gram).cpu() for entry in active]
-    return float(torch.stack(parts).sum()) if parts else 0.0
+            parts += [update_square_norm(*entry.integers(bits), projection_gram) for entry in active]
+    return _sum(parts)
+
+
+def _sum(scalars: list[Tensor]) -> float:
+    """In fp64, waiting for the device once."""
+    if not scalars:
+        return 0.0
+    return float(torch.stack([scalar.to(scalars[0].device, torch.float64) for scalar in scalars]).sum())
 
 
 def _square_norm(weight: Tensor) -> Tensor:

@@ -48,6 +48,7 @@ def row_factors(
     Args:
         v: the second moment after this update, [out_features].
         count: updates that v has seen, this one included, from 1.
+        beta2: its decay, for the bias correction.
         eps: relative to the mean row scale, so the result does not depend on the scale of the loss.
         statistics: of the S that D is made of.
         preserve_layer_norm: rescale so that ||D||_F = ||S||_F (the paper's form).

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from logra.optim.rounding import (
     WeightBits,
@@ -77,6 +78,7 @@ class WeightStorage(ABC):
 
     def load_extra_state(self, state: dict[str, Tensor]) -> None:
         """Restore what `extra_state` gave, after the weight itself."""
+        return
 
     def extra_bytes(self) -> int:
         """Bytes held beside the weight."""
@@ -103,24 +105,29 @@ class Fp32Storage(WeightStorage):
             whole = range(self.layer.out_features)
             self.layer.compute_copy = floor_to_bf16(self._slice(whole), self.bits, whole, Purpose.DITHER)
 
+    @override
     def read(self, rows: range) -> Block:
         stored = self._slice(rows)
         copy = self.layer.compute_copy
         return Block(stored, None if copy is None else copy[rows.start : rows.stop])
 
+    @override
     def rounded(self, rows: range, target: Tensor, update: int) -> Block:
         if self.dithered_copy:
             return Block(target, floor_to_bf16(target, self.bits, rows, Purpose.DITHER))
         return Block(target)
 
+    @override
     def write(self, rows: range, block: Block) -> None:
         self._slice(rows).copy_(block.stored)
         if self.layer.compute_copy is not None and block.compute is not None:
             self.layer.compute_copy[rows.start : rows.stop] = block.compute
 
+    @override
     def load_extra_state(self, state: dict[str, Tensor]) -> None:
         self.refresh_copy()
 
+    @override
     def extra_bytes(self) -> int:
         return 2 * self.layer.weight.numel() if self.dithered_copy else 0
 
@@ -136,22 +143,27 @@ class SplitStorage(WeightStorage):
         compute, self.low = dither_to_split(values, self.bits, range(layer.out_features))
         layer.weight.data = compute.T.contiguous() if layer.transposed else compute
 
+    @override
     def read(self, rows: range) -> Block:
         compute, low = self._slice(rows), self.low[rows.start : rows.stop]
         return Block(read_split(compute, low, self.bits, rows), compute, low)
 
+    @override
     def rounded(self, rows: range, target: Tensor, update: int) -> Block:
         compute, low = round_to_split(target, self.bits, rows, update)
         return Block(target, compute, low)
 
+    @override
     def write(self, rows: range, block: Block) -> None:
         assert block.compute is not None and block.low is not None
         self._slice(rows).copy_(block.compute)
         self.low[rows.start : rows.stop] = block.low
 
+    @override
     def extra_state(self) -> dict[str, Tensor]:
         return {"low_bits": self.low}
 
+    @override
     def load_extra_state(self, state: dict[str, Tensor]) -> None:
         self.low.copy_(state["low_bits"])
 
@@ -165,14 +177,17 @@ class Bf16Storage(WeightStorage):
         super().__init__(layer, seed)
         layer.weight.data = layer.weight.data.to(torch.bfloat16)
 
+    @override
     def read(self, rows: range) -> Block:
         compute = self._slice(rows)
         return Block(compute.to(torch.float32), compute)
 
+    @override
     def rounded(self, rows: range, target: Tensor, update: int) -> Block:
         compute = floor_to_bf16(target, self.bits, rows, Purpose.ROUNDING, update)
         return Block(compute.to(torch.float32), compute)
 
+    @override
     def write(self, rows: range, block: Block) -> None:
         assert block.compute is not None
         self._slice(rows).copy_(block.compute)

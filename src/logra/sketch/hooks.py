@@ -173,7 +173,7 @@ class SketchedForward:
         if not self.checked:
             self._check_group(inputs)
         computed, projected = layer.group.read(inputs, dtype)
-        return SketchedLinear.apply(inputs, computed, projected, weight, bias, layer, layer.anchor)  # pyright: ignore[reportReturnType]
+        return SketchedLinear.apply(inputs, computed, projected, weight, bias, layer, layer.anchor)
 
     def _check_group(self, inputs: Tensor) -> None:
         """In the first forward: a layer that reads another tensor than its group leaves it."""
@@ -195,8 +195,8 @@ def _compute_dtype(inputs: Tensor) -> torch.dtype:
 def _check_module(name: str, module: nn.Module) -> None:
     if "forward" in module.__dict__:
         raise ValueError(
-            f"{name} already has a replaced forward ({module.__dict__['forward']!r}): it is sketched already, or another "
-            f"library (offloading hooks, for example) has hold of it. Detach that first."
+            f"{name} already has a replaced forward ({module.__dict__['forward']!r}): it is sketched already, or "
+            f"another library (offloading hooks, for example) has hold of it. Detach that first."
         )
     dtype = getattr(module.weight, "dtype", None)
     if dtype not in _DTYPES:
@@ -216,8 +216,9 @@ def _check_ties(model: nn.Module, modules: dict[str, nn.Module]) -> None:
         others = [owner for owner in owners[id(module.weight)] if owner.removesuffix(".weight") not in modules]
         if others:
             raise ValueError(
-                f"{name}.weight is tied to {others}, which is not a selected linear layer: its gradient has a part that "
-                f"no sketch sees. Remove {name!r} from the targets, or untie the weights (tie_word_embeddings=False)."
+                f"{name}.weight is tied to {others}, which is not a selected linear layer: its gradient has a part "
+                f"that no sketch sees. Remove {name!r} from the targets, or untie the weights "
+                f"(tie_word_embeddings=False)."
             )
 
 

@@ -70,13 +70,15 @@ class LayerSketch:
         transposed: whether the parameter is stored [in_features, out_features].
         sketch: S, fp32 [out_features, rank], or None before the first backward of an update.
         compute_copy: bf16 weight used instead of `weight` in bf16 compute, if kept.
+        group: the input group, set when sketches are attached.
     """
+
+    group: InputGroup
 
     def __init__(self, name: str, module: nn.Module, transposed: bool) -> None:
         self.name, self.module, self.transposed = name, module, transposed
         self.sketch: Tensor | None = None
         self.compute_copy: Tensor | None = None
-        self.group: InputGroup = None  # pyright: ignore[reportAttributeAccessIssue]  # set by attach
         # Gives the output a gradient even where neither the input nor the weight asks for one.
         self.anchor = torch.zeros((), requires_grad=True, device=self.weight.device)
         self.seen_backward = False
@@ -95,10 +97,12 @@ class LayerSketch:
 
     @property
     def out_features(self) -> int:
+        """Rows of the weight and of the sketch."""
         return self.weight.shape[1 if self.transposed else 0]
 
     @property
     def in_features(self) -> int:
+        """Columns of the weight and of the projection."""
         return self.weight.shape[0 if self.transposed else 1]
 
     def computing_weight(self, dtype: torch.dtype) -> Tensor:
@@ -142,10 +146,12 @@ class SketchedLinear(torch.autograd.Function):
         layer: LayerSketch,
         _: Any,
     ) -> Tensor:
+        """The ordinary product."""
         return plain_linear(computed, weight, bias)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Keep the weight and P, not X."""
         source, _, projected, weight, bias, layer, _ = inputs
         ctx.save_for_backward(weight, projected)
         ctx.save_for_forward(weight)
@@ -155,7 +161,8 @@ class SketchedLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, output_grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, output_grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Add to the sketch; give the input's and the bias's gradient where they are wanted."""
         weight, projected = ctx.saved_tensors
         layer = ctx.layer()
         if layer is None:
@@ -171,7 +178,8 @@ class SketchedLinear(torch.autograd.Function):
         return input_grads, None, None, None, bias_grads, None, None
 
     @staticmethod
-    def jvp(ctx: Any, inputs_t: Tensor | None, *tangents: Tensor | None) -> Tensor | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def jvp(ctx: Any, inputs_t: Tensor | None, *tangents: Tensor | None) -> Tensor | None:
+        """The tangent through the ordinary product."""
         (weight,) = ctx.saved_tensors
         bias_t = tangents[3]
         tangent = None if inputs_t is None else plain_linear(inputs_t.to(ctx.compute_dtype), weight, None)

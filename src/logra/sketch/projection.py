@@ -16,6 +16,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from logra.random_bits import BitStream, Purpose
 
@@ -74,13 +75,16 @@ class Rademacher(Projection):
 
     max_entry = 1
 
+    @override
     def _make_compact(self) -> Tensor:
         return self.stream.packed(range(self.rank), range(self.in_features), self.device)
 
+    @override
     def _unpack(self, compact: Tensor) -> Tensor:
         signs = _signs_of_byte(compact.device).index_select(0, compact.reshape(-1).to(torch.int32))
         return signs.view(self.rank, -1)[:, : self.in_features]
 
+    @override
     def row_scales(self) -> Tensor:
         return torch.full((self.rank,), 1 / math.sqrt(self.rank), device=self.device)
 
@@ -97,9 +101,11 @@ class Gaussian(Projection):
 
     max_entry = 16
 
+    @override
     def _make_compact(self) -> Tensor:
         return self.block(self.stream, range(self.rank), range(self.in_features), self.device)
 
+    @override
     def row_scales(self) -> Tensor:
         return torch.full((self.rank,), 1 / math.sqrt(8 * self.rank), device=self.device)
 
@@ -125,12 +131,14 @@ class Orthonormal(Projection):
         q *= torch.sign(torch.sign(torch.diagonal(r)) + 0.5)  # a unique factor, whatever signs LAPACK chose
         return q.T * math.sqrt(self.in_features / self.rank)
 
+    @override
     def _make_compact(self) -> Tensor:
         basis = self._basis()
         scales = basis.abs().amax(dim=1) / self.max_entry
         self._scales = scales.to(torch.float32).to(self.device)
         return torch.round(basis / scales[:, None]).to(torch.int8).to(self.device)
 
+    @override
     def row_scales(self) -> Tensor:
         self.integers()
         return self._scales

@@ -87,8 +87,8 @@ def _output_head(model: nn.Module) -> nn.Module | None:
 
 def _not_linear(name: str, module: nn.Module) -> str:
     return (
-        f"target {name!r} is of type {type(module).__name__}; only nn.Linear with its own forward and GPT-2's Conv1D can be "
-        f"sketched. Narrow `targets` so that it does not match this module."
+        f"target {name!r} is of type {type(module).__name__}; only nn.Linear with its own forward and GPT-2's Conv1D "
+        f"can be sketched. Narrow `targets` so that it does not match this module."
     )
 
 
