@@ -9,8 +9,24 @@ from typing import Any
 DEFAULT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def _setting(default: Any, help: str, allowed: tuple[Any, ...] | None = None) -> Any:
-    return field(default=default, metadata={"help": help, "allowed": allowed})
+def setting(default: Any, help: str, allowed: tuple[Any, ...] | None = None, least: float | None = None) -> Any:
+    """A dataclass field with its line of help, allowed values and least value."""
+    metadata = {"help": help, "allowed": allowed, "least": least}
+    if isinstance(default, (dict, list)):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def check_allowed(name: str, value: Any, allowed: tuple[Any, ...] | None) -> None:
+    """Refuse a value that is not among those allowed.
+
+    Raises:
+        ValueError: names the value, what is allowed, and the nearest.
+    """
+    if allowed is not None and value not in allowed:
+        near = difflib.get_close_matches(str(value), [str(item) for item in allowed], 1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"{name} is {value!r}; it must be one of {list(allowed)}.{hint}")
 
 
 @dataclass(frozen=True)
@@ -21,51 +37,45 @@ class LograSettings:
         ValueError: a value is out of range, or a combination has no meaning; the message names the remedy.
     """
 
-    rank: int = _setting(256, "Rows of each projection A: more keep more of the gradient (paper: 256).")
-    targets: str | Sequence[str] = _setting(
+    rank: int = setting(256, "Rows of each projection A: more keep more of the gradient (paper: 256).")
+    targets: str | Sequence[str] = setting(
         DEFAULT_TARGETS, "Layers to update: leaf names, a regular expression for whole names, or 'all-linear'."
     )
-    projection: str = _setting(
+    projection: str = setting(
         "rademacher", "Kind of A, drawn anew each update.", ("rademacher", "gaussian", "orthonormal")
     )
-    step_size: str = _setting(
+    step_size: str = setting(
         "update_ratio",
         "Meaning of lr: norm of the update over norm of the weights (paper), or an Adam-like learning rate.",
         ("update_ratio", "lr"),
     )
-    lr: float = _setting(
-        6e-5, "Step size, in the unit step_size names; torch schedulers act on it (paper: ratio 6e-5)."
-    )
-    rule: str = _setting("row_adam", "Update rule on the sketches.", ("row_adam", "sgd"))
-    beta2: float = _setting(0.95, "Decay of the row second moment (paper: 0.95).")
-    eps: float = _setting(1e-8, "Added to the row scale, as a share of its mean over rows (paper: 1e-8).")
-    weight_decay: float = _setting(0.0, "Decoupled decay per unit of lr; only with step_size 'lr'.")
-    max_norm: float | None = _setting(
+    lr: float = setting(6e-5, "Step size, in the unit step_size names; torch schedulers act on it (paper: ratio 6e-5).")
+    rule: str = setting("row_adam", "Update rule on the sketches.", ("row_adam", "sgd"))
+    beta2: float = setting(0.95, "Decay of the row second moment (paper: 0.95).")
+    eps: float = setting(1e-8, "Added to the row scale, as a share of its mean over rows (paper: 1e-8).")
+    weight_decay: float = setting(0.0, "Decoupled decay per unit of lr; only with step_size 'lr'.")
+    max_norm: float | None = setting(
         None, "Clip the norm of all sketches together to this (dense meaning); none: no clip."
     )
-    factor_bits: int = _setting(8, "Bits per entry of the merged factors.", (8, 12, 16))
-    storage: str = _setting(
+    factor_bits: int = setting(8, "Bits per entry of the merged factors.", (8, 12, 16))
+    storage: str = setting(
         "auto",
         "How selected weights are stored: fp32, split (bf16 + 8 bits), bf16 (stochastic rounding); auto: fp32 weights "
         "stay as they are, bf16 weights become split.",
         ("auto", "fp32", "split", "bf16"),
     )
-    dithered_copy: bool = _setting(
+    dithered_copy: bool = setting(
         False, "With fp32 storage, keep a dithered bf16 copy that bf16 compute uses (2 bytes)."
     )
-    others: str = _setting("frozen", "All other parameters: frozen, or trained by AdamW.", ("frozen", "adamw"))
-    others_lr: float = _setting(1e-6, "Learning rate of AdamW on the other parameters (paper's dense control: 1e-6).")
-    others_betas: tuple[float, float] = _setting((0.9, 0.95), "AdamW's betas on the other parameters.")
-    others_weight_decay: float = _setting(0.0, "AdamW's weight decay on the other parameters.")
-    seed: int = _setting(0, "Seed of projections, rounding and dither.")
+    others: str = setting("frozen", "All other parameters: frozen, or trained by AdamW.", ("frozen", "adamw"))
+    others_lr: float = setting(1e-6, "Learning rate of AdamW on the other parameters (paper's dense control: 1e-6).")
+    others_betas: tuple[float, float] = setting((0.9, 0.95), "AdamW's betas on the other parameters.")
+    others_weight_decay: float = setting(0.0, "AdamW's weight decay on the other parameters.")
+    seed: int = setting(0, "Seed of projections, rounding and dither.")
 
     def __post_init__(self) -> None:
         for spec in fields(self):
-            allowed, value = spec.metadata["allowed"], getattr(self, spec.name)
-            if allowed is not None and value not in allowed:
-                near = difflib.get_close_matches(str(value), [str(item) for item in allowed], 1)
-                hint = f" Did you mean {near[0]!r}?" if near else ""
-                raise ValueError(f"{spec.name} is {value!r}; it must be one of {list(allowed)}.{hint}")
+            check_allowed(spec.name, getattr(self, spec.name), spec.metadata["allowed"])
         self._check_ranges()
         self._check_combinations()
 

@@ -338,7 +338,8 @@ def _refuse_several_processes() -> None:
         if processes > 1:
             raise RuntimeError(
                 f"torch.distributed runs {processes} processes; LograOptimizer works in one process for now, since "
-                f"sketches are not yet summed over processes. Run one process, or leave torch.distributed uninitialised."
+                f"sketches are not yet summed over processes. Run one process, or leave torch.distributed "
+                f"uninitialised."
             )
 
 

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes the tables of README.md and docs/ from benchmarks/results/*.json and the settings themselves.
+
+python -m benchmarks.tables           # write
+python -m benchmarks.tables --check   # only say whether they are up to date
+"""
+
+import argparse
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from logra.config import DEFAULT_TARGETS, LograSettings
+
+ROOT = Path(__file__).parent.parent
+
+
+def result(name: str) -> dict[str, Any]:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+
+
+def measured() -> str:
+    """The README's table: ratios, each with its command."""
+    time, memory = result("update_time"), result("state_memory")
+    shape = time["settings"]
+    lines = [
+        f"One training update (forward, backward, step) of {shape['layers']} blocks of width {shape['hidden']} "
+        f"(a 7B Llama's) at rank {shape['rank']}, {shape['sequences'] * shape['length']:,} tokens, fp32 weights, "
+        f"{time['threads']} threads of {time['cpu']} (`{time['command']}`):",
+        "",
+        "| compute | AdamW | LoRA | LoGRA | LoGRA / AdamW | LoGRA / LoRA |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for key, dtype in (("bf16", "bf16 autocast"), ("fp32", "fp32")):
+        seconds = {row["method"]: row["total"]["median"] for row in time["rows"] if row["dtype"] == dtype}
+        ratios = [time["ratios"][f"logra_over_{other}_{key}"] for other in ("adamw", "lora")]
+        cells = [f"{seconds[method]:.2f} s" for method in ("adamw", "lora", "logra")] + [f"{r:.3f}" for r in ratios]
+        lines.append(f"| {dtype} | {' | '.join(cells)} |")
+    lines += [
+        "",
+        f"Weights, gradients and optimizer state of the selected weights at in_features / rank = 14, and the measured "
+        f"peak of a whole update (`{memory['command']}`):",
+        "",
+        "| method | weights | gradients or sketches | state | sum | over AdamW fp32 | measured peak |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    base = memory["rows"][0]["total"]
+    for row in memory["rows"]:
+        cells = [f"{row[key] / 2**20:,.1f}" for key in ("weights", "gradients", "state", "total")]
+        name = (
+            row["method"].replace("_", " ").replace("adamw", "AdamW").replace("lora", "LoRA").replace("logra", "LoGRA")
+        )
+        lines.append(
+            f"| {name} | {' | '.join(cells)} | {row['total'] / base:.3f} | {row['measured_peak'] / 2**20:,.1f} |"
+        )
+    return "\n".join([*lines, "", "(MiB; LoRA's weights and gradients include its adapters.)"])
+
+
+def settings() -> str:
+    """The reference of `LograSettings`."""
+    lines = ["| setting | default | meaning |", "| --- | --- | --- |"]
+    for spec in fields(LograSettings):
+        default = ", ".join(DEFAULT_TARGETS) if spec.name == "targets" else repr(spec.default)
+        allowed = spec.metadata["allowed"]
+        choices = f" One of {', '.join(f'`{choice}`' for choice in allowed)}." if allowed else ""
+        lines.append(f"| `{spec.name}` | `{default}` | {spec.metadata['help']}{choices} |")
+    return "\n".join(lines)
+
+
+PLACES = (("README.md", "measured", measured), ("docs/optimizer.md", "settings", settings))
+
+
+def filled(text: str, name: str, table: str) -> str:
+    """`text` with what stands between the markers of `name` replaced."""
+    begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->"
+    before, rest = text.split(begin)
+    return before + begin + table + "\n" + end + rest.split(end)[1]
+
+
+def stale() -> list[str]:
+    """Files whose tables are not those that would be written now."""
+    return [
+        file
+        for file, name, make in PLACES
+        if filled((ROOT / file).read_text(), name, make()) != (ROOT / file).read_text()
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    if parser.parse_args().check:
+        raise SystemExit(f"out of date: {stale()}; run python -m benchmarks.tables" if stale() else 0)
+    for file, name, make in PLACES:
+        (ROOT / file).write_text(filled((ROOT / file).read_text(), name, make()))
+
+
+if __name__ == "__main__":
+    main()
