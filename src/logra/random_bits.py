@@ -31,6 +31,7 @@ class Purpose(IntEnum):
     PROJECTION = 1
     ROUNDING = 2
     DITHER = 3
+    SAMPLING = 4
 
 
 @dataclass(frozen=True)
