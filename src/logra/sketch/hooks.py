@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from logra.sketch.layer_sketch import InputGroup, LayerSketch, SketchedLinear, plain_linear
@@ -169,6 +170,8 @@ class SketchedForward:
         dtype = _compute_dtype(inputs)
         weight, bias = layer.computing_weight(dtype), getattr(self.module, "bias", None)
         if not torch.is_grad_enabled():
+            if weight.dtype == torch.float32 and dtype == torch.bfloat16:
+                return F.linear(inputs, weight, bias)  # autocast's own cast, which it can keep over many calls
             return plain_linear(inputs.to(dtype), weight, bias)
         if not self.checked:
             self._check_group(inputs)

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drawing completions. Read in this order: sampling, engine, transformers_engine."""
