@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-torch.set_num_threads(2)
+torch.set_num_threads(1)
 
 
 def tiny_llama(layers: int = 2, hidden: int = 32, intermediate: int = 80, tied: bool = False, seed: int = 0) -> Any:

@@ -10,11 +10,16 @@ from logra.optim.factors import (
     gram,
     integer_product,
     max_integer,
+    product_operand,
     quantise_rows,
     row_steps,
     update_square_norm,
 )
 from logra.sketch.projection import KINDS
+
+
+def product(q: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return integer_product(q, product_operand(b, q))
 
 
 def quantised(sketch: torch.Tensor, scales: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,10 +72,10 @@ def test_products_are_exact_in_any_order_blocking_and_thread_count(bits: int, ki
     with exact_products():
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            assert torch.equal(integer_product(q, b).double(), wanted)
+            assert torch.equal(product(q, b).double(), wanted)
             order = torch.randperm(rank, generator=generator)
-            assert torch.equal(integer_product(q[:, order].contiguous(), b[order].contiguous()).double(), wanted)
-            parts = [integer_product(q[:5], b), integer_product(q[5:6], b), integer_product(q[6:], b)]
+            assert torch.equal(product(q[:, order].contiguous(), b[order].contiguous()).double(), wanted)
+            parts = [product(q[:5], b), product(q[5:6], b), product(q[6:], b)]
             assert torch.equal(torch.cat(parts).double(), wanted)
     torch.set_num_threads(2)
 
@@ -90,10 +95,10 @@ def test_exact_products_turns_fast_paths_off_and_back() -> None:
         q = torch.full((64, 64), 32767, dtype=torch.int16)
         b = torch.ones(64, 64, dtype=torch.int8)
         with torch.autocast("cpu", torch.bfloat16), exact_products():
-            product = integer_product(q, b)
+            result = product(q, b)
             assert torch.backends.cuda.matmul.fp32_precision == "ieee"
-        assert product.dtype == torch.float32
-        assert (product == 32767 * 64).all()
+        assert result.dtype == torch.float32
+        assert (result == 32767 * 64).all()
         assert torch.get_float32_matmul_precision() == "medium"
         with torch.autocast("cpu", torch.bfloat16):
             assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
@@ -106,8 +111,8 @@ def test_norm_of_the_update_without_building_it(kind: str) -> None:
     generator = torch.Generator().manual_seed(3)
     projection = KINDS[kind](0, "group", 1, 12, 70)
     q = torch.randint(-127, 128, (33, 12), generator=generator, dtype=torch.int8)
-    scales = torch.rand(33, generator=generator)
-    dense = scales.double()[:, None] * (q.double() @ projection.integers().double())
+    scales = torch.rand(33, generator=generator, dtype=torch.float64) * 1e-30
+    dense = scales[:, None] * (q.double() @ projection.integers().double())
     got = update_square_norm(q, scales, gram(projection.integers()))
     assert abs(float(got) / float(dense.square().sum()) - 1) < 1e-6
 
@@ -115,9 +120,23 @@ def test_norm_of_the_update_without_building_it(kind: str) -> None:
 def test_both_product_paths_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.randint(-127, 128, (19, 7), dtype=torch.int8)
     b = KINDS["orthonormal"](0, "group", 1, 7, 45).integers()
-    out = torch.empty(19, 45)
-    first = integer_product(q, b)
-    assert torch.equal(integer_product(q, b, out), first)
-    assert torch.equal(integer_product(q.to(torch.int16), b), first)
-    assert torch.equal(integer_product(q.to(torch.int16), b, out), first)
-    assert factors_module.EXACT_LIMIT == 2**24
+    results = []
+    for fast in (True, False):
+        monkeypatch.setattr(factors_module, "_fast_integer_products", lambda fast=fast: fast)
+        assert product_operand(b, q).dtype == (torch.int8 if fast else torch.float32)
+        results.append(product(q, b))
+    assert torch.equal(*results)
+
+
+def test_exact_products_leaves_inherited_precision_inherited() -> None:
+    backends = torch.backends
+    before = backends.fp32_precision  # type: ignore[attr-defined]
+    try:
+        backends.fp32_precision = "tf32"  # type: ignore[attr-defined]
+        with exact_products():
+            assert backends.cuda.matmul.fp32_precision == "ieee"
+        backends.fp32_precision = "ieee"  # type: ignore[attr-defined]
+        assert backends.cuda.matmul.fp32_precision == "ieee"
+        assert backends.mkldnn.matmul.fp32_precision == "ieee"  # type: ignore[attr-defined]
+    finally:
+        backends.fp32_precision = before  # type: ignore[attr-defined]

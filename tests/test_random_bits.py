@@ -1,8 +1,11 @@
 """The counter-based generator: published answers, golden digests, and independence of how it is called."""
 
 import hashlib
+import shutil
 import subprocess
 import sys
+import sysconfig
+from pathlib import Path
 
 import pytest
 import torch
@@ -101,6 +104,7 @@ def test_bits_are_balanced_and_uncorrelated_between_rows() -> None:
     assert off_diagonal.abs().max() < 5.5 / bits.shape[1] ** 0.5
 
 
+@pytest.mark.skipif(native_module.native is None, reason="torch's own threads do not survive a fork")
 def test_a_forked_process_makes_the_same_bits() -> None:
     code = (
         "import os, torch; torch.set_num_threads(2)\n"
@@ -111,3 +115,17 @@ def test_a_forked_process_makes_the_same_bits() -> None:
         "raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))"
     )
     assert subprocess.run([sys.executable, "-W", "ignore", "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_the_helper_is_built_where_a_compiler_is_at_hand() -> None:
+    headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if shutil.which("cc") and headers.exists():
+        assert native_module.native is not None, "reinstall the package: its compiled helper is missing"
+
+
+@pytest.mark.parametrize("device", ["meta"])
+def test_a_default_device_elsewhere_does_not_reach_the_helper(device: str) -> None:
+    with torch.device(device):
+        words = STREAM.words(range(4), range(8))
+    assert words.device.type == "cpu"
+    assert torch.equal(words, STREAM.words(range(4), range(8)))

@@ -37,7 +37,7 @@ def test_the_optimizer_needs_torch_alone() -> None:
 
 def test_imports_run_one_way() -> None:
     order = ["config", "run_settings", "native", "random_bits", "sketch", "optim", "rl", "tasks", "rollout", "model"]
-    order += ["evaluation", "update_rules", "trainer", "run_folder", "train_command", "cli"]
+    order += ["evaluation", "update_rules", "trainer", "run_folder", "train_command", "cli", "__main__"]
 
     def rank(module: str) -> int:
         return order.index(module.split(".")[1])

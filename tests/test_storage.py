@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from logra.optim import merge as merge_module
 from logra.optim import rounding
 from logra.optim.factors import exact_products
 from logra.optim.merge import LayerStep, RealisedShare, merge
 from logra.optim.rounding import WeightBits, dither_to_split, floor_to_bf16, nearest_24_bits, read_split, round_to_split
-from logra.optim.storage import WeightStorage, make_storage
+from logra.optim.storage import WeightStorage, make_storages
 from logra.random_bits import Purpose
 from logra.sketch.hooks import attach
 
@@ -37,7 +38,7 @@ def make(kind: str, weight: Tensor, transposed: bool = False) -> WeightStorage:
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
     layer.weight = nn.Parameter(weight.clone())
     (sketch,) = attach(nn.Sequential(layer), "all-linear", rank=4)
-    return make_storage(sketch, kind.split()[0], 0, "dithered" in kind)
+    return make_storages([sketch], kind.split()[0], 0, "dithered" in kind)[sketch.name]
 
 
 def ulp16(value: Tensor) -> Tensor:
@@ -196,7 +197,7 @@ def test_two_holders_with_other_blocks_shards_and_threads_stay_equal_bit_for_bit
         with exact_products():
             for holder, block, threads in zip(holders, (1 << 19, 130 * 7, 1), (2, 1, 3), strict=True):
                 torch.set_num_threads(threads)
-                monkeypatch.setattr("logra.optim.merge.BLOCK_ELEMENTS", block)
+                monkeypatch.setitem(merge_module.BLOCK_ELEMENTS, "cpu", block)
                 merge(holder, step, RealisedShare.zero(torch.device("cpu")) if block == 1 else None)
     torch.set_num_threads(2)
     blocks = [holder.read(range(50)) for holder in holders]
@@ -227,7 +228,7 @@ def test_transposed_weights_take_the_same_step() -> None:
         conv = Conv1D(12, 20)
         conv.weight = nn.Parameter(plain.layer.weight.detach().T.contiguous())
         (sketch,) = attach(nn.Sequential(conv), "all-linear", rank=4)
-        turned = make_storage(sketch, kind.split()[0], 0, "dithered" in kind)
+        turned = make_storages([sketch], kind.split()[0], 0, "dithered" in kind)[sketch.name]
         with exact_products():
             for storage in (plain, turned):
                 merge(storage, low_rank_step(12, 20, 1e-4, 0, 1))

@@ -2,6 +2,7 @@
 """Settings, readable without torch: each field has one line of help, a unit where it has one, and its source."""
 
 import difflib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -27,6 +28,14 @@ def check_allowed(name: str, value: Any, allowed: tuple[Any, ...] | None) -> Non
         near = difflib.get_close_matches(str(value), [str(item) for item in allowed], 1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"{name} is {value!r}; it must be one of {list(allowed)}.{hint}")
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
 @dataclass(frozen=True)
@@ -80,15 +89,18 @@ class LograSettings:
         self._check_combinations()
 
     def _check_ranges(self) -> None:
+        betas = self.others_betas
         limits = {
-            "rank": (self.rank >= 1, "at least 1"),
-            "lr": (self.lr >= 0, "0 or more"),
-            "beta2": (0 <= self.beta2 < 1, "in [0, 1)"),
-            "eps": (self.eps >= 0, "0 or more"),
-            "weight_decay": (self.weight_decay >= 0, "0 or more"),
-            "max_norm": (self.max_norm is None or self.max_norm > 0, "above 0, or None for no clipping"),
-            "others_lr": (self.others_lr >= 0, "0 or more"),
-            "others_weight_decay": (self.others_weight_decay >= 0, "0 or more"),
+            "rank": (_is_whole(self.rank) and self.rank >= 1, "a whole number of at least 1"),
+            "lr": (_is_size(self.lr), "a finite number, 0 or more"),
+            "beta2": (_is_size(self.beta2) and self.beta2 < 1, "in [0, 1)"),
+            "eps": (_is_size(self.eps), "a finite number, 0 or more"),
+            "weight_decay": (_is_size(self.weight_decay), "a finite number, 0 or more"),
+            "max_norm": (self.max_norm is None or (_is_size(self.max_norm) and self.max_norm > 0), "above 0, or None"),
+            "others_lr": (_is_size(self.others_lr), "a finite number, 0 or more"),
+            "others_betas": (len(betas) == 2 and all(_is_size(b) and b < 1 for b in betas), "two numbers in [0, 1)"),
+            "others_weight_decay": (_is_size(self.others_weight_decay), "a finite number, 0 or more"),
+            "seed": (_is_whole(self.seed), "a whole number"),
         }
         for name, (fits, allowed) in limits.items():
             if not fits:

@@ -27,7 +27,7 @@ def in_row_parts(work: Callable[[int, int], None], rows: int, elements: int) -> 
         work(0, rows)
         return
     size = -(-rows // threads)
-    list(_pool(threads).map(lambda first: work(first, min(size, rows - first)), range(0, rows, size)))
+    list(_pool().map(lambda first: work(first, min(size, rows - first)), range(0, rows, size)))
 
 
 _pools: dict[int, ThreadPoolExecutor] = {}
@@ -35,7 +35,12 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_pools.clear)  # threads do not survive a fork
 
 
-def _pool(threads: int) -> ThreadPoolExecutor:
+def _pool() -> ThreadPoolExecutor:
+    """One pool, of as many threads as torch uses now."""
+    threads = torch.get_num_threads()
     if threads not in _pools:
+        for pool in _pools.values():
+            pool.shutdown(wait=False)
+        _pools.clear()
         _pools[threads] = ThreadPoolExecutor(threads, thread_name_prefix="logra-native")
     return _pools[threads]

@@ -108,7 +108,7 @@ class BitStream:
         return torch.stack((c0, c1, c2, c3), dim=-1).to(torch.int32).reshape(len(rows), 4 * len(blocks))
 
     def _native_blocks(self, rows: range, blocks: range) -> Tensor:
-        out = torch.empty(len(rows), 4 * len(blocks), dtype=torch.int32)
+        out = torch.empty(len(rows), 4 * len(blocks), dtype=torch.int32, device="cpu")
 
         def fill(first: int, count: int) -> None:
             address, row = out[first:].data_ptr(), rows.start + first

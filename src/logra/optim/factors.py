@@ -73,37 +73,56 @@ def quantise_rows(sketch: Tensor, projection_scales: Tensor, steps: Tensor, bits
 
 
 @contextmanager
-def exact_products() -> Iterator[None]:
+def exact_products(device_type: str = "cpu") -> Iterator[None]:
     """fp32 matrix products that round only their result: autocast, TF32 and bf16 fast paths off."""
     backends: tuple[Any, ...] = (torch.backends.mkldnn.matmul, torch.backends.cuda.matmul)  # type: ignore[attr-defined]
+    inherited = torch.backends.fp32_precision  # type: ignore[attr-defined]
     before = [backend.fp32_precision for backend in backends]
     try:
         for backend in backends:
             backend.fp32_precision = "ieee"
-        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        with torch.autocast(device_type, enabled=False):
             yield
     finally:
         for backend, precision in zip(backends, before, strict=True):
-            backend.fp32_precision = precision
+            backend.fp32_precision = "none" if precision == inherited else precision
 
 
-def integer_product(factors: Tensor, projection_integers: Tensor, out: Tensor | None = None) -> Tensor:
-    """Q B in fp32, exact: [rows, in_features] from Q [rows, rank] and B int8 [rank, in_features].
+def product_operand(projection_integers: Tensor, factors: Tensor) -> Tensor:
+    """B [rank, in_features] as `integer_product` multiplies `factors` by it: int8 where that is fast, else fp32."""
+    if factors.dtype == torch.int8 and factors.device.type == "cpu" and _fast_integer_products():
+        return projection_integers
+    return projection_integers.to(torch.float32)
 
-    Call it inside `exact_products`. On a CPU, 8-bit factors go through the integer product, whose
-    int32 sums are the same numbers.
+
+def integer_product(factors: Tensor, operand: Tensor) -> Tensor:
+    """Q B in fp32, exact: [rows, in_features] from Q [rows, rank] and what `product_operand` gave for B.
+
+    Call it inside `exact_products`. The int32 sums of the integer product are the same numbers as
+    those of the fp32 product.
     """
-    if factors.dtype == torch.int8 and factors.device.type == "cpu":
-        product = torch._int_mm(factors, projection_integers)
-        return product.to(torch.float32) if out is None else out.copy_(product)
-    wide, signs = factors.to(torch.float32), projection_integers.to(torch.float32)
-    return torch.mm(wide, signs) if out is None else torch.mm(wide, signs, out=out)
+    if operand.dtype == torch.int8:
+        return torch._int_mm(factors, operand).to(torch.float32)
+    return factors.to(torch.float32) @ operand
+
+
+def _fast_integer_products() -> bool:
+    """Whether the processor multiplies 8-bit integers natively; elsewhere torch falls back to a slow loop."""
+    supported = getattr(torch.cpu, "_is_vnni_supported", None)
+    return torch.backends.mkldnn.is_available() and supported is not None and bool(supported())
 
 
 def update_square_norm(factors: Tensor, scales: Tensor, projection_gram: Tensor) -> Tensor:
-    """||diag(scales) Q B||_F^2 = <(E G), E> with E = diag(scales) Q and G = B B^T: no dense matrix."""
-    scaled = factors.to(torch.float32) * scales[:, None]
-    return ((scaled @ projection_gram) * scaled).sum(dtype=torch.float64)
+    """||diag(scales) Q B||_F^2 = <(E G), E> with E = diag(scales) Q and G = B B^T: no dense matrix. fp64.
+
+    Args:
+        factors: Q, [out_features, rank].
+        scales: fp64 [out_features].
+        projection_gram: G, fp32 [rank, rank].
+    """
+    largest = scales.abs().amax().clamp_min(torch.finfo(torch.float64).tiny)
+    scaled = factors.to(torch.float32) * (scales / largest).to(torch.float32)[:, None]
+    return ((scaled @ projection_gram) * scaled).sum(dtype=torch.float64) * largest.square()
 
 
 def gram(projection_integers: Tensor) -> Tensor:

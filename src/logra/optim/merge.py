@@ -2,14 +2,16 @@
 """W <- decay W - scales (Q B), row block by row block, with the share of the step that arrived."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from logra.optim.factors import integer_product
+from logra.optim.factors import integer_product, product_operand
 from logra.optim.storage import Block, WeightStorage
 
-BLOCK_ELEMENTS = 1 << 19
+BLOCK_ELEMENTS = {"cpu": 1 << 19}  # of a block: what stays in a processor's cache
+OTHER_BLOCK_ELEMENTS = 1 << 24  # elsewhere: few large kernels
 SHARE_PERIOD = 8
 
 
@@ -31,10 +33,15 @@ class LayerStep:
     decay_factor: float
     update: int
 
-    def move(self, rows: range, out: Tensor | None = None) -> Tensor:
+    @cached_property
+    def operand(self) -> Tensor:
+        """B as the product takes it, made once for all blocks."""
+        return product_operand(self.projection_integers, self.factors)
+
+    def move(self, rows: range) -> Tensor:
         """M, fp32 [len(rows), in_features]: what is subtracted from those rows."""
         part = slice(rows.start, rows.stop)
-        return integer_product(self.factors[part], self.projection_integers, out).mul_(self.scales[part, None])
+        return integer_product(self.factors[part], self.operand).mul_(self.scales[part, None])
 
     def decayed(self, values: Tensor) -> Tensor:
         """`values` after the decoupled decay, one rounded fp32 product; the same tensor when there is none."""
@@ -66,15 +73,15 @@ class RealisedShare:
         self.compute += torch.dot(intended, change.flatten()).to(self.compute.device)
 
 
-def row_blocks(rows: int, columns: int) -> list[range]:
-    """Row ranges of about BLOCK_ELEMENTS entries, which stay in a processor's cache."""
-    size = max(1, BLOCK_ELEMENTS // max(1, columns))
+def row_blocks(rows: int, columns: int, device_type: str) -> list[range]:
+    """Row ranges of about as many entries as suit the device."""
+    size = max(1, BLOCK_ELEMENTS.get(device_type, OTHER_BLOCK_ELEMENTS) // max(1, columns))
     return [range(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
 def merge(storage: WeightStorage, step: LayerStep, share: RealisedShare | None = None) -> None:
     """Apply one step in place. Call it inside `exact_products`; the bits do not depend on the blocking."""
-    blocks = row_blocks(storage.layer.out_features, storage.layer.in_features)
+    blocks = row_blocks(storage.layer.out_features, storage.layer.in_features, step.factors.device.type)
     period = min(SHARE_PERIOD, len(blocks))
     for index, rows in enumerate(blocks):
         before = storage.read(rows)
@@ -86,3 +93,4 @@ def merge(storage: WeightStorage, step: LayerStep, share: RealisedShare | None =
             intended = move.neg_() if start is before.stored else (start - before.stored).sub_(move)
             share.add(before, intended, after)
         storage.write(rows, after)
+    storage.mark()

@@ -24,11 +24,12 @@ from logra.config import LograSettings
 from logra.optim.factors import check_exact, exact_products
 from logra.optim.merge import RealisedShare, merge
 from logra.optim.proposal import Proposal, make_proposal
-from logra.optim.storage import WeightStorage, make_storage
+from logra.optim.storage import make_storages
 from logra.sketch.hooks import Sketches, attach
 from logra.sketch.projection import KINDS
 
 STATE_FORMAT = 1
+FIXED = ("rank", "projection", "step_size", "rule", "dithered_copy", "others", "seed")
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,10 @@ class AppliedUpdate:
 class LograOptimizer(torch.optim.Optimizer):
     """Updates selected linear weights from low-rank sketches of their gradients.
 
+    Any backward through the model adds to the sketches, `torch.autograd.grad` included; `step`, `apply` and
+    `skip` use up what was gathered, sketches and other parameters' gradients alike, and `zero_grad` (the
+    optimizer's, not the model's) drops it.
+
     Args:
         model: its selected layers' forward is replaced (see `logra.sketch.hooks`); `detach` restores it.
         settings: all settings at once; or leave it out and name those that differ from the defaults.
@@ -80,16 +85,22 @@ class LograOptimizer(torch.optim.Optimizer):
         self.last: AppliedUpdate | None = None
         self._proposal: Proposal | None = None
         self._complete = False
-        try:
-            self.storages: dict[str, WeightStorage] = {
-                layer.name: make_storage(layer, s.storage, s.seed, s.dithered_copy) for layer in self.sketches
-            }
-        except ValueError:
-            self.sketches.detach()
-            raise
         self._others = _others(model, self.sketches)
         self._others_required_grad = [parameter.requires_grad for parameter in self._others]
+        try:
+            self._build(model)
+        except BaseException:
+            self.detach()
+            raise
+        self._complete = True
+
+    def _build(self, model: nn.Module) -> None:
+        """Storages, parameter groups and state; whatever is refused is refused before a weight is converted."""
+        s = self.settings
         trained = s.others == "adamw"
+        if trained:
+            _refuse_short_others(model, self._others)
+        self.storages = make_storages(self.sketches, s.storage, s.seed, s.dithered_copy)
         for parameter in self._others:
             parameter.requires_grad_(parameter.requires_grad and trained)
         self._trained_others = [parameter for parameter in self._others if parameter.requires_grad]
@@ -102,9 +113,9 @@ class LograOptimizer(torch.optim.Optimizer):
             )
             self.add_param_group(dict(self._adamw.param_groups[0]))
             self._share_with_adamw()
-        self._complete = True
         for layer in self.sketches:
-            self._state(layer.name)["row_second_moment"] = torch.zeros(layer.out_features, device=layer.weight.device)
+            v = torch.zeros(layer.out_features, dtype=torch.float64, device=layer.weight.device)
+            self._state(layer.name)["row_second_moment"] = v
 
     def _share_with_adamw(self) -> None:
         """One home for the other parameters' groups and state: schedulers and checkpoints see them here."""
@@ -142,14 +153,20 @@ class LograOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def propose(self) -> Proposal:
-        """Size the step that the sketches ask for. No weight, moment or counter changes."""
+        """Size the step that the sketches ask for. No weight, moment or counter changes.
+
+        Raises:
+            RuntimeError: a selected parameter was replaced or cast since the optimizer was made.
+        """
         lr, decay = float(self.param_groups[0]["lr"]), float(self.param_groups[0]["weight_decay"])
+        for storage in self.storages.values():
+            storage.follow()
         moments = {name: self._state(name)["row_second_moment"] for name in self.sketches.layers}
         grads = [parameter.grad for parameter in self._trained_others if parameter.grad is not None]
         square_norm = (
             torch.stack([torch.linalg.vector_norm(g.float()).cpu() for g in grads]).square().sum() if grads else None
         )
-        with exact_products():
+        with exact_products(self._device.type):
             self._proposal = make_proposal(
                 self.sketches, moments, self.updates, (lr, decay), square_norm, self.settings
             )
@@ -170,8 +187,8 @@ class LograOptimizer(torch.optim.Optimizer):
             raise RuntimeError(f"the proposal cannot be applied ({proposal.skip_reason}); call skip() or discard()")
         if not 0 <= alpha < math.inf:
             raise ValueError(f"alpha is {alpha}; it must be a finite number, 0 or more")
-        share = RealisedShare.zero(proposal.layers[0].layer.weight.device)
-        with exact_products():
+        share = RealisedShare.zero(self._device)
+        with exact_products(self._device.type):
             for proposed in proposal.layers:
                 step = proposal.step_of(proposed, alpha)
                 if step is not None:
@@ -184,7 +201,7 @@ class LograOptimizer(torch.optim.Optimizer):
         intended = float(share.intended)
         self.last = AppliedUpdate(
             proposal.update,
-            abs(alpha) * proposal.norm,
+            alpha * proposal.norm,
             proposal.sketch_norm,
             float(share.stored) / intended if intended else None,
             float(share.compute) / intended if intended else None,
@@ -203,12 +220,17 @@ class LograOptimizer(torch.optim.Optimizer):
         if proposal is not None:
             self.last = AppliedUpdate(proposal.update, 0.0, proposal.sketch_norm, skip_reason=proposal.skip_reason)
         self._next_update()
+
+    def _next_update(self) -> None:
+        """What was gathered is used up: sketches, and with them the other parameters' gradients."""
+        self._proposal = None
+        self.sketches.draw(self.updates + 1)
         for parameter in self._trained_others:
             parameter.grad = None
 
-    def _next_update(self) -> None:
-        self._proposal = None
-        self.sketches.draw(self.updates + 1)
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self.sketches)).weight.device
 
     def _step_others(self, alpha: float, clip: float) -> None:
         """AdamW's displacement, decay included, is linear in its learning rate: alpha scales it there."""
@@ -260,7 +282,7 @@ class LograOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue where `state_dict` was made. Load the model's weights first.
+        """Continue where `state_dict` was made. The model's weights are loaded apart, before or after.
 
         Raises:
             ValueError: the state was made by another optimizer, for other layers or with settings that differ.
@@ -272,15 +294,17 @@ class LograOptimizer(torch.optim.Optimizer):
                 f"load it into the optimizer that saved it"
             )
         self._check_same(extra)
-        super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
+        # Torch would cast the selected weights' state to their dtype; it is restored below instead.
+        mine = set(range(len(self.sketches)))
+        state = {index: {} if index in mine else value for index, value in state_dict["state"].items()}
+        super().load_state_dict({"state": state, "param_groups": state_dict["param_groups"]})
         self._share_with_adamw()
         self.sketches.restore_groups(extra["groups"])
         for index, name in enumerate(self.sketches.layers):
             saved = state_dict["state"][index]
             device = self.sketches.layers[name].weight.device
-            # torch casts state to the dtype of its parameter; moments stay fp32 whatever that is.
             self.state[self.sketches.layers[name].weight] = {
-                "row_second_moment": saved["row_second_moment"].to(device, torch.float32, copy=True)
+                "row_second_moment": saved["row_second_moment"].to(device, torch.float64, copy=True)
             }
             self.storages[name].load_extra_state(saved)
         self.updates, self.skipped = extra["updates"], extra["skipped"]
@@ -289,7 +313,7 @@ class LograOptimizer(torch.optim.Optimizer):
 
     def _fixed_settings(self) -> dict[str, Any]:
         """Settings that a run cannot change on its way; the others may differ after loading."""
-        return {name: getattr(self.settings, name) for name in ("rank", "projection", "rule", "others", "seed")}
+        return {name: getattr(self.settings, name) for name in FIXED}
 
     def _check_same(self, extra: dict[str, Any]) -> None:
         now = self._fixed_settings()
@@ -330,6 +354,17 @@ class LograOptimizer(torch.optim.Optimizer):
         self.sketches.detach()
         for parameter, flag in zip(self._others, self._others_required_grad, strict=True):
             parameter.requires_grad_(flag)
+
+
+def _refuse_short_others(model: nn.Module, others: list[nn.Parameter]) -> None:
+    short = {id(each) for each in others if each.requires_grad and each.dtype != torch.float32}
+    names = [name for name, parameter in model.named_parameters() if id(parameter) in short]
+    if names:
+        raise ValueError(
+            f"others='adamw' trains {len(names)} parameters that are not float32, such as {names[0]}: rounding would "
+            f"swallow AdamW's steps. Load the model in float32 and set storage='split' or 'bf16' for the selected "
+            f"weights, or use others='frozen'."
+        )
 
 
 def _refuse_several_processes() -> None:

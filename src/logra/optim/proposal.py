@@ -27,22 +27,32 @@ class LayerProposal:
 
     Attributes:
         layer: the layer; its sketch is read again when the integers are made.
-        next_second_moment: v after the update, fp32 [out_features].
-        row_factors: D = row_factors S, clipping included, fp32 [out_features]; None without a sketch.
+        next_second_moment: v after the update, fp64 [out_features].
+        row_factors: D = row_factors S, clipping included, fp64 [out_features]; None without a sketch.
         row_steps: what one unit of a row's integers stands for, fp32 [out_features]; None without a sketch.
+        sketch_version: of the sketch that the above were made of.
     """
 
     layer: LayerSketch
     next_second_moment: Tensor
     row_factors: Tensor | None = None
     row_steps: Tensor | None = None
+    sketch_version: int = -1
 
     def integers(self, bits: int) -> tuple[Tensor, Tensor]:
-        """Q [out_features, rank] and, in fp32 [out_features], the scale of each row at alpha = f = 1."""
-        layer, projection = self.layer, self.layer.group.projection
-        assert self.row_factors is not None and self.row_steps is not None
-        assert layer.sketch is not None and projection is not None
-        factors = quantise_rows(layer.sketch, projection.row_scales(), self.row_steps, bits)
+        """Q [out_features, rank] and, in fp64 [out_features], the scale of each row at alpha = f = 1.
+
+        Raises:
+            RuntimeError: the sketch is no longer the one that was proposed from.
+        """
+        projection, sketch = self.layer.group.projection, self.layer.sketch
+        assert self.row_factors is not None and self.row_steps is not None and projection is not None
+        if sketch is None or sketch._version != self.sketch_version:
+            raise RuntimeError(
+                f"the sketch of {self.layer.name} changed between propose() and apply(): a backward, or zero_grad(), "
+                f"came in between. Call propose() again after the last backward."
+            )
+        factors = quantise_rows(sketch, projection.row_scales(), self.row_steps, bits)
         return factors, self.row_steps * self.row_factors
 
 
@@ -54,7 +64,7 @@ class Proposal:
         update: number of the update it would be, from 1.
         layers: what each layer would do, in the model's order.
         factor: f, common to all layers.
-        norm: ||f D A|| over all layers.
+        unit_norm: ||D A|| over all layers.
         weight_norm: ||W|| over all layers (0 unless step_size is "update_ratio").
         sketch_norm: norm of all gradients together before clipping, in its dense meaning.
         clip: what the gradients were scaled by, at most 1.
@@ -66,7 +76,7 @@ class Proposal:
     update: int
     layers: tuple[LayerProposal, ...]
     factor: float
-    norm: float
+    unit_norm: float
     weight_norm: float
     sketch_norm: float
     clip: float
@@ -75,9 +85,14 @@ class Proposal:
     skip_reason: str | None = None
 
     @property
+    def norm(self) -> float:
+        """||f D A|| over all layers, at alpha = 1."""
+        return self.factor * self.unit_norm
+
+    @property
     def is_zero(self) -> bool:
         """Whether there is no direction at all: every sketch is zero."""
-        return self.skip_reason is None and self.norm == 0
+        return self.skip_reason is None and self.unit_norm == 0
 
     def step_of(self, proposed: LayerProposal, alpha: float) -> LayerStep | None:
         """The final numbers of one layer's step at `alpha`; None where nothing would change."""
@@ -89,10 +104,10 @@ class Proposal:
                 return None
             rows, device = proposed.layer.out_features, proposed.layer.weight.device
             factors = torch.zeros(rows, projection.rank, dtype=torch.int8, device=device)
-            scales = torch.zeros(rows, device=device)
+            scales = torch.zeros(rows, device=device, dtype=torch.float32)
         else:
             factors, unit_steps = proposed.integers(self.bits)
-            scales = (unit_steps.to(torch.float64) * (alpha * self.factor)).to(torch.float32)
+            scales = (unit_steps * (alpha * self.factor)).to(torch.float32)
         return LayerStep(factors, projection.integers(), scales, decay_factor, self.update)
 
 
@@ -108,7 +123,7 @@ def make_proposal(
 
     Args:
         sketches: with the sums of all micro-batches.
-        second_moments: v of each layer by name, fp32 [out_features].
+        second_moments: v of each layer by name, fp64 [out_features].
         count: updates that v has seen so far.
         step_size: lr (in the unit of settings.step_size) and weight decay.
         others_square_norm: square norm of the other parameters' gradients, which the clip counts too.
@@ -119,8 +134,9 @@ def make_proposal(
     total = _sum(squares if others_square_norm is None else [*squares, others_square_norm])
     sketch_norm = math.sqrt(total) if total >= 0 else math.nan
     lr, decay = step_size
-    if not statistics or not math.isfinite(sketch_norm):
-        reason = "non-finite gradient" if statistics else "no backward since the last update"
+    nothing = not statistics and others_square_norm is None
+    if nothing or not math.isfinite(sketch_norm):
+        reason = "no backward since the last update" if nothing else "non-finite gradient"
         return Proposal(count + 1, (), 0.0, 0.0, 0.0, sketch_norm, 1.0, 0.0, settings.factor_bits, reason)
     clip = 1.0
     if settings.max_norm is not None and sketch_norm > settings.max_norm:
@@ -139,7 +155,7 @@ def make_proposal(
         count + 1,
         layers,
         factor,
-        factor * unit_norm,
+        unit_norm,
         weight_norm,
         sketch_norm,
         clip,
@@ -158,11 +174,11 @@ def _propose_layer(
     assert projection is not None
     steps = row_steps(layer.sketch, projection.row_scales(), settings.factor_bits)
     if sgd:
-        return LayerProposal(layer, v, torch.full_like(v, clip), steps)
+        return LayerProposal(layer, v, torch.full_like(v, clip), steps, layer.sketch._version)
     new_v = next_second_moment(v, statistics, settings.beta2, clip)
     preserve = settings.step_size == "update_ratio"
     factors = row_factors(new_v, count + 1, settings.beta2, settings.eps, statistics, preserve)
-    return LayerProposal(layer, new_v, factors * clip, steps)
+    return LayerProposal(layer, new_v, factors * clip, steps, layer.sketch._version)
 
 
 def _unit_square_norm(sketches: Sketches, layers: tuple[LayerProposal, ...], bits: int) -> float:

@@ -42,8 +42,10 @@ class WeightBits:
 
 def read_split(upper: Tensor, low: Tensor, bits: WeightBits, rows: range) -> Tensor:
     """fp32 values whose 24 bits are stored as bf16 `upper` and uint8 `low`."""
+    _expect(upper, torch.bfloat16)
+    _expect(low, torch.uint8)
     if _use_native(upper, low):
-        value = torch.empty(upper.shape, dtype=torch.float32)
+        value = torch.empty(upper.shape, dtype=torch.float32, device="cpu")
         key = bits.stream(Purpose.DITHER, 0).key
 
         def work(first: int, count: int) -> None:
@@ -59,9 +61,10 @@ def read_split(upper: Tensor, low: Tensor, bits: WeightBits, rows: range) -> Ten
 
 def round_to_split(value: Tensor, bits: WeightBits, rows: range, update: int) -> tuple[Tensor, Tensor]:
     """Round fp32 `value` to 24 bits stochastically, in place, and give its stored parts: bf16 upper, uint8 low."""
+    _expect(value, torch.float32)
     if _use_native(value):
-        upper = torch.empty(value.shape, dtype=torch.bfloat16)
-        low = torch.empty(value.shape, dtype=torch.uint8)
+        upper = torch.empty(value.shape, dtype=torch.bfloat16, device="cpu")
+        low = torch.empty(value.shape, dtype=torch.uint8, device="cpu")
         key = bits.stream(Purpose.ROUNDING, update).key
 
         def work(first: int, count: int) -> None:
@@ -92,8 +95,9 @@ def nearest_24_bits(value: Tensor) -> Tensor:
 
 def floor_to_bf16(value: Tensor, bits: WeightBits, rows: range, purpose: Purpose, update: int = 0) -> Tensor:
     """bf16 of fp32 `value` (left as it is) after adding `purpose`'s 16 bits: stochastic rounding, or a fixed dither."""
+    _expect(value, torch.float32)
     if _use_native(value):
-        upper = torch.empty(value.shape, dtype=torch.bfloat16)
+        upper = torch.empty(value.shape, dtype=torch.bfloat16, device="cpu")
         stream = bits.stream(purpose, update)
 
         def work(first: int, count: int) -> None:
@@ -105,6 +109,12 @@ def floor_to_bf16(value: Tensor, bits: WeightBits, rows: range, purpose: Purpose
     lanes = bits.lanes(purpose, update, rows, value, 16)
     shifted = lanes.add_(value.contiguous().view(torch.int32)).bitwise_right_shift_(16)
     return shifted.to(torch.int16).view(torch.bfloat16)
+
+
+def _expect(tensor: Tensor, dtype: torch.dtype) -> None:
+    """Bits are moved as they lie, so another dtype would be read as nonsense."""
+    if tensor.dtype != dtype:
+        raise TypeError(f"rounding needs {dtype}, got {tensor.dtype}")
 
 
 def _use_native(*tensors: Tensor) -> bool:

@@ -21,7 +21,8 @@ class RowStatistics:
     """What an update rule needs of one sketch S [out_features, rank].
 
     Attributes:
-        square_norms: fp32 [out_features], sum of squares of each row of S.
+        square_norms: fp64 [out_features], sum of squares of each row of S. In fp64, as all numbers
+            per row are, so that no scale of the loss that fp32 can hold is too small or too large.
         rank: columns of S.
     """
 
@@ -31,11 +32,11 @@ class RowStatistics:
     @classmethod
     def of(cls, sketch: Tensor) -> "RowStatistics":
         """One pass over S, without a temporary of its size."""
-        return cls(torch.linalg.vector_norm(sketch, dim=1).square(), sketch.shape[1])
+        return cls(torch.linalg.vector_norm(sketch, dim=1, dtype=torch.float64).square(), sketch.shape[1])
 
 
-def next_second_moment(v: Tensor, statistics: RowStatistics, beta2: float, scale: float | Tensor = 1.0) -> Tensor:
-    """A new v [out_features] after one more update whose sketch is `scale` x S (clipping)."""
+def next_second_moment(v: Tensor, statistics: RowStatistics, beta2: float, scale: float = 1.0) -> Tensor:
+    """A new v, fp64 [out_features], after one more update whose sketch is `scale` x S (clipping)."""
     mean_square = statistics.square_norms * (scale * scale / statistics.rank)
     return beta2 * v + (1 - beta2) * mean_square
 
@@ -43,10 +44,10 @@ def next_second_moment(v: Tensor, statistics: RowStatistics, beta2: float, scale
 def row_factors(
     v: Tensor, count: int, beta2: float, eps: float, statistics: RowStatistics, preserve_layer_norm: bool
 ) -> Tensor:
-    """What each row of S is multiplied by, [out_features]: D = row_factors[:, None] * S.
+    """What each row of S is multiplied by, fp64 [out_features]: D = row_factors[:, None] * S.
 
     Args:
-        v: the second moment after this update, [out_features].
+        v: the second moment after this update, fp64 [out_features].
         count: updates that v has seen, this one included, from 1.
         beta2: its decay, for the bias correction.
         eps: relative to the mean row scale, so the result does not depend on the scale of the loss.
@@ -57,11 +58,9 @@ def row_factors(
     """
     root = (v / (1 - beta2**count)).sqrt()
     denominator = root + eps * root.mean()
-    factors = torch.where(denominator > 0, 1 / denominator, torch.zeros_like(denominator))
+    factors = torch.where(denominator > 0, 1 / denominator, 0.0)
     if not preserve_layer_norm:
         return factors
-    # Factors can reach 1e38 / gradient scale; their squares are formed relative to the largest.
-    relative = factors / factors.amax().clamp_min(torch.finfo(factors.dtype).tiny)
     before = statistics.square_norms.sum().sqrt()
-    after = (relative.square() * statistics.square_norms).sum().sqrt()
-    return torch.where(after > 0, relative * (before / after), torch.zeros_like(relative))
+    after = (factors.square() * statistics.square_norms).sum().sqrt()
+    return torch.where(after > 0, factors * (before / after), 0.0)

@@ -15,7 +15,9 @@ step can be looked at before it is taken. Source: section 3 of the design.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -55,10 +57,40 @@ class Block:
 class WeightStorage(ABC):
     """One selected weight. `layer.weight` holds what the model computes with (fp32: what is stored)."""
 
-    kind: str
+    kind: ClassVar[str]
+    dtype: ClassVar[torch.dtype]
 
     def __init__(self, layer: LayerSketch, seed: int) -> None:
         self.layer, self.bits = layer, WeightBits(seed, layer.name)
+
+    def mark(self) -> None:
+        """Remember the weight as it is now, so that a change by somebody else is noticed."""
+        self._parameter, self._version = self.layer.weight, self.layer.weight._version
+
+    def follow(self) -> None:
+        """Adopt values that were loaded into the weight since `mark`.
+
+        Raises:
+            RuntimeError: the parameter was replaced, or cast to another dtype.
+        """
+        weight = self.layer.weight
+        if weight is not self._parameter:
+            raise RuntimeError(
+                f"the parameter {self.layer.name}.weight was replaced (by load_state_dict(assign=True), for example); "
+                f"load values in place, or make the optimizer after replacing parameters"
+            )
+        if weight.dtype != self.dtype:
+            raise RuntimeError(
+                f"{self.layer.name}.weight was cast to {weight.dtype} while it is stored as {self.kind!r} "
+                f"({self.dtype}); cast the model before making the optimizer"
+            )
+        if weight._version != self._version:
+            self.adopt()
+            self.mark()
+
+    def adopt(self) -> None:
+        """Bring what is kept beside the weight in line with its new values."""
+        return
 
     @abstractmethod
     def read(self, rows: range) -> Block:
@@ -77,12 +109,12 @@ class WeightStorage(ABC):
         return {}
 
     def load_extra_state(self, state: dict[str, Tensor]) -> None:
-        """Restore what `extra_state` gave, after the weight itself."""
+        """Restore what `extra_state` gave, before or after the weight itself."""
         return
 
     def extra_bytes(self) -> int:
         """Bytes held beside the weight."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.extra_state().values())
+        return 0
 
     def _slice(self, rows: range) -> Tensor:
         return self.layer.rows_view[rows.start : rows.stop]
@@ -92,15 +124,18 @@ class Fp32Storage(WeightStorage):
     """fp32 weights, and optionally a dithered bf16 copy that bf16 compute uses."""
 
     kind = "fp32"
+    dtype = torch.float32
 
     def __init__(self, layer: LayerSketch, seed: int, dithered_copy: bool = False) -> None:
         super().__init__(layer, seed)
         layer.weight.data = layer.weight.data.to(torch.float32)
         self.dithered_copy = dithered_copy
-        self.refresh_copy()
+        self.adopt()
+        self.mark()
+        layer.refresh = self.follow if dithered_copy else None
 
-    def refresh_copy(self) -> None:
-        """Make the dithered copy anew from the weights."""
+    @override
+    def adopt(self) -> None:
         if self.dithered_copy:
             whole = range(self.layer.out_features)
             self.layer.compute_copy = floor_to_bf16(self._slice(whole), self.bits, whole, Purpose.DITHER)
@@ -124,10 +159,6 @@ class Fp32Storage(WeightStorage):
             self.layer.compute_copy[rows.start : rows.stop] = block.compute
 
     @override
-    def load_extra_state(self, state: dict[str, Tensor]) -> None:
-        self.refresh_copy()
-
-    @override
     def extra_bytes(self) -> int:
         return 2 * self.layer.weight.numel() if self.dithered_copy else 0
 
@@ -136,12 +167,28 @@ class SplitStorage(WeightStorage):
     """The bf16 computing weight in the model, 8 low bits beside it."""
 
     kind = "split"
+    dtype = torch.bfloat16
 
     def __init__(self, layer: LayerSketch, seed: int) -> None:
         super().__init__(layer, seed)
         values = nearest_24_bits(layer.rows_view.to(torch.float32))
         compute, self.low = dither_to_split(values, self.bits, range(layer.out_features))
         layer.weight.data = compute.T.contiguous() if layer.transposed else compute
+        self._belongs_to: int | None = None
+        self.mark()
+
+    @override
+    def adopt(self) -> None:
+        """Low bits of a checkpoint wait for its weights; any other new values are taken as exact."""
+        expected, self._belongs_to = self._belongs_to, None
+        if expected is None or expected != self._digest():
+            values = self.layer.rows_view.to(torch.float32)
+            self.low = dither_to_split(values, self.bits, range(self.layer.out_features))[1]
+
+    def _digest(self) -> int:
+        """A number that two different weights hardly share."""
+        sums = self.layer.rows_view.contiguous().view(torch.int16).sum(dim=1, dtype=torch.int64)
+        return int((sums * (torch.arange(len(sums), device=sums.device) * 0x9E3779B97F4A7C1 + 1)).sum())
 
     @override
     def read(self, rows: range) -> Block:
@@ -161,21 +208,29 @@ class SplitStorage(WeightStorage):
 
     @override
     def extra_state(self) -> dict[str, Tensor]:
-        return {"low_bits": self.low}
+        self.follow()
+        return {"low_bits": self.low, "belongs_to": torch.tensor(self._digest())}
 
     @override
     def load_extra_state(self, state: dict[str, Tensor]) -> None:
         self.low.copy_(state["low_bits"])
+        self._belongs_to, self._version = int(state["belongs_to"]), -1
+
+    @override
+    def extra_bytes(self) -> int:
+        return self.low.numel()
 
 
 class Bf16Storage(WeightStorage):
     """bf16 weights alone; every step is rounded stochastically."""
 
     kind = "bf16"
+    dtype = torch.bfloat16
 
     def __init__(self, layer: LayerSketch, seed: int) -> None:
         super().__init__(layer, seed)
         layer.weight.data = layer.weight.data.to(torch.bfloat16)
+        self.mark()
 
     @override
     def read(self, rows: range) -> Block:
@@ -193,22 +248,36 @@ class Bf16Storage(WeightStorage):
         self._slice(rows).copy_(block.compute)
 
 
-def make_storage(layer: LayerSketch, kind: str, seed: int, dithered_copy: bool) -> WeightStorage:
-    """The storage of one layer, converting its weight where `kind` asks for another dtype.
+def storage_kind(layer: LayerSketch, kind: str, dithered_copy: bool) -> str:
+    """The storage that `kind` means for one layer.
 
     Raises:
-        ValueError: the weight's dtype does not allow it.
+        ValueError: its dtype does not allow it.
     """
     dtype = layer.weight.dtype
-    if kind == "auto":
-        kind = "split" if dtype == torch.bfloat16 else "fp32"
     if dtype == torch.float64:
         raise ValueError(f"{layer.name}.weight is float64, which no storage holds; convert the model to float32")
-    if kind == "fp32":
-        return Fp32Storage(layer, seed, dithered_copy)
-    if dithered_copy:
+    if kind == "auto":
+        kind = "split" if dtype == torch.bfloat16 else "fp32"
+    if dithered_copy and kind != "fp32":
         raise ValueError(
             f"dithered_copy is for fp32 storage, but {layer.name}.weight is {dtype} and is stored as {kind!r}; "
             f"leave it off, or set storage='fp32'"
         )
-    return SplitStorage(layer, seed) if kind == "split" else Bf16Storage(layer, seed)
+    return kind
+
+
+def make_storages(layers: Iterable[LayerSketch], kind: str, seed: int, dithered_copy: bool) -> dict[str, WeightStorage]:
+    """The storage of every layer by name; nothing is converted unless all of them can be.
+
+    Raises:
+        ValueError: a weight's dtype does not allow it.
+    """
+    kinds = [(layer, storage_kind(layer, kind, dithered_copy)) for layer in layers]
+    made: dict[str, WeightStorage] = {}
+    for layer, chosen in kinds:
+        if chosen == "fp32":
+            made[layer.name] = Fp32Storage(layer, seed, dithered_copy)
+        else:
+            made[layer.name] = SplitStorage(layer, seed) if chosen == "split" else Bf16Storage(layer, seed)
+    return made

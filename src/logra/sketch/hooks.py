@@ -9,7 +9,6 @@ names and `state_dict` keys stay as they are. Selected weights stop asking for g
 import logging
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -77,7 +76,6 @@ class Sketches:
                 layer.weight.requires_grad_(False)
             module.forward = SketchedForward(module, layer, self)
         self._make_groups()
-        self._hooks = _ask_embeddings_for_gradients(model)
         self.draw(1)
         log.info("%s", self.coverage)
 
@@ -105,6 +103,7 @@ class Sketches:
     def separate(self, layer: LayerSketch) -> None:
         """Take a layer out of its input group: from now on it has a projection of its own."""
         layer.group.layers.remove(layer)
+        layer.group.forget_if_read_by_all()
         self._draw(self._add_group(layer.name, [layer]))
 
     def restore_groups(self, group_of: dict[str, str]) -> None:
@@ -133,6 +132,7 @@ class Sketches:
     def _draw(self, group: InputGroup) -> None:
         device = group.layers[0].weight.device
         group.projection = KINDS[self.kind](self.seed, group.name, self.update, group.rank, group.in_features, device)
+        group.projection.integers()  # now, where no transform of torch.func is in the way
 
     def clear(self) -> None:
         """Free all sketches and held inputs; the projections stay."""
@@ -151,8 +151,8 @@ class Sketches:
             module.__dict__.pop("forward", None)
         for parameter, flag in self._required_grad:
             parameter.requires_grad_(flag)
-        for hook in self._hooks:
-            hook.remove()
+        for layer in self:
+            layer.detached = True
         self.clear()
 
 
@@ -164,9 +164,9 @@ class SketchedForward:
         self.checked = False
 
     @torch.compiler.disable(reason="a sketched layer runs eagerly: its backward writes to the sketch")
-    def __call__(self, inputs: Tensor) -> Tensor:
-        """[..., in_features] -> [..., out_features]."""
-        layer = self.layer
+    def __call__(self, input: Tensor) -> Tensor:
+        """[..., in_features] -> [..., out_features]; the argument has the name it has in nn.Linear."""
+        layer, inputs = self.layer, input
         dtype = _compute_dtype(inputs)
         weight, bias = layer.computing_weight(dtype), getattr(self.module, "bias", None)
         if not torch.is_grad_enabled():
@@ -191,11 +191,22 @@ def _compute_dtype(inputs: Tensor) -> torch.dtype:
     """What a linear layer computes in: autocast's dtype if it is on (it leaves fp64 alone), else that of the inputs."""
     device = inputs.device.type
     if torch.is_autocast_enabled(device) and inputs.dtype != torch.float64:
-        return torch.get_autocast_dtype(device)
+        dtype = torch.get_autocast_dtype(device)
+        if dtype == torch.float16:
+            raise RuntimeError(
+                f"autocast on {device} is set to float16, whose range sketches exceed; use "
+                f"torch.autocast({device!r}, dtype=torch.bfloat16)"
+            )
+        return dtype
     return inputs.dtype
 
 
 def _check_module(name: str, module: nn.Module) -> None:
+    if not isinstance(module._parameters.get("weight"), nn.Parameter):
+        raise ValueError(
+            f"{name}.weight is not a parameter of its own (it may be parametrised, or stored elsewhere); remove the "
+            f"parametrisation, or leave {name!r} out of the targets"
+        )
     if "forward" in module.__dict__:
         raise ValueError(
             f"{name} already has a replaced forward ({module.__dict__['forward']!r}): it is sketched already, or "
@@ -223,19 +234,3 @@ def _check_ties(model: nn.Module, modules: dict[str, nn.Module]) -> None:
                 f"that no sketch sees. Remove {name!r} from the targets, or untie the weights "
                 f"(tie_word_embeddings=False)."
             )
-
-
-def _ask_embeddings_for_gradients(model: nn.Module) -> list[Any]:
-    """With Hugging Face's activation checkpointing on, let embeddings' outputs ask for gradients.
-
-    Reentrant checkpointing skips a block none of whose inputs asks for one.
-    """
-    switches = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
-
-    @torch.compiler.disable(reason="the hook that lets embeddings ask for gradients runs eagerly")
-    def ask(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> None:
-        checkpointing = any(module.gradient_checkpointing for module in switches)
-        if checkpointing and torch.is_grad_enabled() and not output.requires_grad:
-            output.requires_grad_(True)
-
-    return [m.register_forward_hook(ask) for m in model.modules() if switches and isinstance(m, nn.Embedding)]

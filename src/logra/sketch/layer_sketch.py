@@ -6,6 +6,7 @@ Shapes: X [tokens, in_features], H [tokens, out_features], A [rank, in_features]
 """
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ class InputGroup:
         Both are made once for all readers of `inputs`, outside of autograd, and held only until
         every layer of the group has read them.
         """
-        if not self.holds(inputs):
+        if not self.holds(inputs) or self._read is None or self._read[0].dtype != dtype:
             assert self.projection is not None
             with torch.no_grad():
                 computed = inputs.detach().to(dtype)
@@ -44,9 +45,13 @@ class InputGroup:
         read = self._read
         assert read is not None
         self._readers += 1
+        self.forget_if_read_by_all()
+        return read
+
+    def forget_if_read_by_all(self) -> None:
+        """Drop what is held once no layer waits for it."""
         if self._readers >= len(self.layers):
             self.forget_inputs()
-        return read
 
     def holds(self, inputs: Tensor) -> bool:
         """Whether `inputs`, unmodified, is the tensor last read."""
@@ -70,6 +75,8 @@ class LayerSketch:
         transposed: whether the parameter is stored [in_features, out_features].
         sketch: S, fp32 [out_features, rank], or None before the first backward of an update.
         compute_copy: bf16 weight used instead of `weight` in bf16 compute, if kept.
+        refresh: called before the weight is used, so that what is kept beside it can follow a change; or None.
+        detached: whether the model has its own forward back.
         group: the input group, set when sketches are attached.
     """
 
@@ -79,6 +86,8 @@ class LayerSketch:
         self.name, self.module, self.transposed = name, module, transposed
         self.sketch: Tensor | None = None
         self.compute_copy: Tensor | None = None
+        self.refresh: Callable[[], None] | None = None
+        self.detached = False
         # Gives the output a gradient even where neither the input nor the weight asks for one.
         self.anchor = torch.zeros((), requires_grad=True, device=self.weight.device)
         self.seen_backward = False
@@ -107,6 +116,8 @@ class LayerSketch:
 
     def computing_weight(self, dtype: torch.dtype) -> Tensor:
         """[out_features, in_features] as the forward uses it in `dtype`."""
+        if self.refresh is not None:
+            self.refresh()
         kept = self.compute_copy is not None and dtype == torch.bfloat16
         weight = self.compute_copy if kept else self.weight
         assert weight is not None
@@ -165,7 +176,7 @@ class SketchedLinear(torch.autograd.Function):
         """Add to the sketch; give the input's and the bias's gradient where they are wanted."""
         weight, projected = ctx.saved_tensors
         layer = ctx.layer()
-        if layer is None:
+        if layer is None or layer.detached:
             raise RuntimeError("a backward ran after its model's sketches were detached; run the forward again")
         flat = output_grads.reshape(-1, output_grads.shape[-1])
         input_grads = bias_grads = None
@@ -185,6 +196,7 @@ class SketchedLinear(torch.autograd.Function):
         tangent = None if inputs_t is None else plain_linear(inputs_t.to(ctx.compute_dtype), weight, None)
         if bias_t is None:
             return tangent
+        bias_t = bias_t.to(ctx.compute_dtype)
         return bias_t if tangent is None else tangent + bias_t
 
 

@@ -86,7 +86,7 @@ class Rademacher(Projection):
 
     @override
     def row_scales(self) -> Tensor:
-        return torch.full((self.rank,), 1 / math.sqrt(self.rank), device=self.device)
+        return torch.full((self.rank,), 1 / math.sqrt(self.rank), device=self.device, dtype=torch.float32)
 
     @staticmethod
     def block(stream: BitStream, rows: range, columns: range, device: torch.device | str = "cpu") -> Tensor:
@@ -107,7 +107,7 @@ class Gaussian(Projection):
 
     @override
     def row_scales(self) -> Tensor:
-        return torch.full((self.rank,), 1 / math.sqrt(8 * self.rank), device=self.device)
+        return torch.full((self.rank,), 1 / math.sqrt(8 * self.rank), device=self.device, dtype=torch.float32)
 
     @staticmethod
     def block(stream: BitStream, rows: range, columns: range, device: torch.device | str = "cpu") -> Tensor:

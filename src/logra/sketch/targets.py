@@ -51,19 +51,29 @@ def find_targets(model: nn.Module, targets: str | Sequence[str]) -> dict[str, nn
     Raises:
         ValueError: nothing matches, or a match is not a linear layer of a supported kind.
     """
+    if isinstance(targets, str) and targets != "all-linear":
+        try:
+            re.compile(targets)
+        except re.error as error:
+            raise ValueError(
+                f"targets {targets!r} is no regular expression ({error}); give a list of names for leaf names"
+            ) from error
     head = _output_head(model)
     selected: dict[str, nn.Module] = {}
     for raw_name, module in model.named_modules():
         name = stable_name(raw_name)
         if targets == "all-linear":
-            if is_linear(module) and module is not head:
-                selected[name] = module
-        elif _matches(name, targets):
-            if not is_linear(module):
-                if any(True for _ in module.children()) or not hasattr(module, "weight"):
-                    continue
-                raise ValueError(_not_linear(name, module))
-            selected[name] = module
+            if not is_linear(module) or module is head:
+                continue
+        elif not _matches(name, targets):
+            continue
+        elif not is_linear(module):
+            if any(True for _ in module.children()) or not hasattr(module, "weight"):
+                continue
+            raise ValueError(_not_linear(name, module))
+        if name in selected:
+            raise ValueError(f"two layers have the name {name!r} once wrappers are left out; rename one of them")
+        selected[name] = module
     if not selected:
         raise ValueError(_no_match(model, targets))
     return selected
@@ -158,7 +168,7 @@ class Coverage:
 
 def coverage(model: nn.Module, selected: Iterable[str]) -> Coverage:
     """Count each distinct parameter once, as sketched or by the kind it is left out under."""
-    names = {name + ".weight" for name in selected}
+    names = {f"{name}.weight".lstrip(".") for name in selected}
     modules = {stable_name(name): module for name, module in model.named_modules()}
     head = _output_head(model)
     picked: dict[str, int] = defaultdict(int)

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: `logra train`, `logra tasks`."""
+
+import sys
+from dataclasses import fields, is_dataclass
+from typing import Any, get_type_hints
+
+from jsonargparse import ArgumentParser, Namespace
+
+from logra.run_settings import TrainSettings
+
+
+def make_parser() -> ArgumentParser:
+    """All commands with all their settings; every default, YAML file and override goes through the same checks."""
+    parser = ArgumentParser(
+        prog="logra", description="Reinforcement-learning post-training with low-rank gradient sketches."
+    )
+    commands = parser.add_subcommands()
+    train = ArgumentParser(description="Train a model from rewarded answers.")
+    train.add_argument("--config", action="config", help="YAML file with any of the settings below.")
+    train.add_class_arguments(TrainSettings)
+    _add_help(train, TrainSettings, "")
+    commands.add_subcommand("train", train, help="train a model from rewarded answers")
+    tasks = ArgumentParser(description="Show each generated task with an example: prompt, answer, and what scores.")
+    commands.add_subcommand("tasks", tasks, help="show the generated tasks")
+    return parser
+
+
+def _add_help(parser: ArgumentParser, section: Any, prefix: str) -> None:
+    """Each setting's line of help is that of its field."""
+    actions = {action.dest: action for action in parser._actions}
+    hints = get_type_hints(section)
+    for spec in fields(section):
+        kind, name = hints[spec.name], f"{prefix}{spec.name}"
+        if is_dataclass(kind):
+            _add_help(parser, kind, f"{name}.")
+        elif name in actions and spec.metadata.get("help"):
+            allowed = spec.metadata.get("allowed")
+            choices = f" One of: {', '.join(map(str, allowed))}." if allowed else ""
+            actions[name].help = spec.metadata["help"].replace("%", "%%") + choices
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; 0 if all that was asked was done."""
+    parser = make_parser()
+    parsed = parser.parse_args(arguments)
+    built = parser.instantiate_classes(parsed)
+    command = parsed.subcommand
+    try:
+        return {"train": _train, "tasks": _tasks}[command](built[command])
+    except (ValueError, ImportError) as error:
+        sys.stderr.write(f"logra {command}: {error}\n")
+        return 2
+
+
+def _settings(built: Namespace) -> TrainSettings:
+    return TrainSettings(**{spec.name: built[spec.name] for spec in fields(TrainSettings)})
+
+
+def _train(built: Namespace) -> int:
+    settings = _settings(built)
+    from logra.train_command import train
+
+    return train(settings)
+
+
+def _tasks(_: Namespace) -> int:
+    from logra.tasks.generated import PLAIN, SCORERS, generated_task
+
+    for name in (*PLAIN, *SCORERS):
+        task = generated_task(name, 0)
+        problem = task.problem(0)
+        (gold,) = task.score([problem], [problem.answer])
+        sys.stdout.write(f"{name}\n  prompt: {problem.prompt}\n  answer: {problem.answer}  (scores {gold})\n\n")
+    return 0

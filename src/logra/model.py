@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loading a policy: any Hugging Face causal LM with safetensors weights, or the tiny one that ships here."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from logra.rl.logprobs import CausalModel
+from logra.run_settings import ModelSettings, TaskSettings
+from logra.tasks.task import Problem
+
+TINY = Path(__file__).parent / "tiny_policy"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A model ready to be trained.
+
+    Attributes:
+        model: the Hugging Face model.
+        tokenizer: its tokenizer.
+        causal: its body and head.
+        end_ids: every id that ends a completion.
+        pad_id: what padding is filled with; masked by length, so it may be an end id.
+    """
+
+    model: Any
+    tokenizer: Any
+    causal: CausalModel
+    end_ids: frozenset[int]
+    pad_id: int
+
+    def encode(self, problem: Problem, task: TaskSettings) -> tuple[int, ...]:
+        """The ids of a problem's prompt, through the chat template where there is one."""
+        if self.tokenizer.chat_template is None:
+            if not isinstance(problem.prompt, str):
+                raise ValueError(
+                    f"problem {problem.key} is a list of chat messages, but the model's tokenizer has no chat "
+                    f"template; use prompts of plain text, or a model with a template"
+                )
+            return tuple(self.tokenizer(problem.prompt + task.suffix, add_special_tokens=True)["input_ids"])
+        if isinstance(problem.prompt, str):
+            messages = [{"role": "user", "content": problem.prompt + task.suffix}]
+        else:
+            messages = list(problem.prompt)
+        if task.system_prompt is not None:
+            messages = [{"role": "system", "content": task.system_prompt}, *messages]
+        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def load_policy(settings: ModelSettings, device: str = "cpu") -> Policy:
+    """Load model and tokenizer.
+
+    Raises:
+        ValueError: the model is not there or cannot be used; the message says what to do.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    place = str(TINY) if settings.name == "tiny" else settings.name
+    common: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(place, **common)
+        model = AutoModelForCausalLM.from_pretrained(
+            place,
+            dtype=getattr(torch, settings.weights),
+            attn_implementation=settings.attention,
+            use_safetensors=True,
+            **common,
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"model {settings.name!r} could not be loaded: {str(error).splitlines()[0]} Give a Hugging Face name, a "
+            f"folder with config.json, tokenizer and *.safetensors, or 'tiny'."
+        ) from error
+    model.to(device)
+    if settings.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    causal = CausalModel(model)
+    causal.check()
+    end_ids = _end_ids(model, tokenizer)
+    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(end_ids)
+    return Policy(model, tokenizer, causal, end_ids, int(pad_id))
+
+
+def _end_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    """All ids that end a completion, from generation settings and tokenizer."""
+    found: set[int] = set()
+    for source in (getattr(model, "generation_config", None), model.config, tokenizer):
+        value = getattr(source, "eos_token_id", None)
+        found |= set(value) if isinstance(value, Sequence) else {value} if value is not None else set()
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} and its tokenizer name no end-of-sequence id; set eos_token in the tokenizer"
+        )
+    return frozenset(int(index) for index in found)

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The folder of a run: settings as resolved, metrics line by line, checkpoints that any tool loads."""
+
+import json
+import os
+import shutil
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from logra.run_settings import TrainSettings, as_plain
+
+_PACKAGES = ("logra", "torch", "transformers", "peft", "reasoning-gym")
+
+
+class RunFolder:
+    """Writes what a run leaves behind. Files are written whole under another name and then renamed.
+
+    Raises:
+        ValueError: the folder holds a run already and `overwrite` is off, or it cannot be written.
+    """
+
+    def __init__(self, settings: TrainSettings) -> None:
+        self.path = Path(settings.run.folder)
+        if (self.path / "metrics.jsonl").exists():
+            if not settings.run.overwrite:
+                raise ValueError(
+                    f"run.folder {self.path} holds a run already; choose another folder, or set run.overwrite to true"
+                )
+            shutil.rmtree(self.path)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._write_json("settings.json", as_plain(settings))
+        except OSError as error:
+            raise ValueError(f"run.folder {self.path} cannot be written ({error}); choose another folder") from error
+        self._write_json("versions.json", {name: _version(name) for name in _PACKAGES})
+
+    def log(self, line: dict[str, Any]) -> None:
+        """Append one line to metrics.jsonl."""
+        with (self.path / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def save_model(self, name: str, model: Any, tokenizer: Any) -> Path:
+        """An ordinary Hugging Face folder with model, tokenizer and generation settings."""
+        final, temporary = self.path / name, self.path / f"{name}.tmp"
+        shutil.rmtree(temporary, ignore_errors=True)
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        shutil.rmtree(final, ignore_errors=True)
+        os.replace(temporary, final)
+        return final
+
+    def _write_json(self, name: str, value: Any) -> None:
+        temporary = self.path / f"{name}.tmp"
+        temporary.write_text(json.dumps(value, indent=1) + "\n")
+        os.replace(temporary, self.path / name)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of a run, readable without torch: one dataclass a section, one line of help a field.
+
+Every value is checked at construction, before any model loads; a message names the value, what is
+allowed and the remedy.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from logra.config import LograSettings, check_allowed, setting
+
+METHODS = ("logra", "adamw", "lora", "sgd")
+
+
+class Section:
+    """Checks allowed values and ranges, which fields carry in their metadata."""
+
+    def __post_init__(self) -> None:
+        for spec in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, spec.name)
+            check_allowed(spec.name, value, spec.metadata.get("allowed"))
+            least = spec.metadata.get("least")
+            if least is not None and value is not None and value < least:
+                raise ValueError(f"{spec.name} is {value!r}; it must be at least {least}")
+
+
+@dataclass(frozen=True)
+class ModelSettings(Section):
+    """The policy."""
+
+    name: str = setting("tiny", "Hugging Face name, a folder, or 'tiny', the small policy that ships with the package.")
+    weights: str = setting("float32", "Stored dtype of the weights.", ("float32", "bfloat16"))
+    compute: str = setting("bf16", "Matrix products: bf16 (autocast) or fp32.", ("bf16", "fp32"))
+    attention: str = setting("sdpa", "Attention kernel of transformers.", ("sdpa", "eager", "flash_attention_2"))
+    gradient_checkpointing: bool = setting(False, "Recompute blocks in backward instead of keeping their activations.")
+    trust_remote_code: bool = setting(False, "Run Python code that comes with the model.")
+
+
+@dataclass(frozen=True)
+class TaskSettings(Section):
+    """Where prompts and rewards come from."""
+
+    names: dict[str, float] = setting({"sums": 1.0}, "Tasks by name, with their shares of the prompts.")
+    knobs: dict[str, dict[str, Any]] = setting({}, "Difficulty of generated tasks, by task name.")
+    system_prompt: str | None = setting(None, "System message before each prompt, if the model has a chat template.")
+    suffix: str = setting("", "Text after each prompt, such as 'Answer with the number only.'")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.names or any(not share > 0 for share in self.names.values()):
+            raise ValueError(f"names is {self.names}; give at least one task, each with a share above 0")
+        unknown = sorted(set(self.knobs) - set(self.names))
+        if unknown:
+            raise ValueError(f"knobs names {unknown}, which are not among the tasks {sorted(self.names)}")
+
+
+@dataclass(frozen=True)
+class RolloutSettings(Section):
+    """How completions are drawn."""
+
+    prompts: int = setting(16, "Prompts per update.", least=1)
+    samples: int = setting(8, "Completions per prompt (paper: 1).", least=1)
+    max_tokens: int = setting(64, "Tokens of a completion at most.", least=1)
+    temperature: float = setting(1.0, "Divides the logits, in the rollout and in every log-probability.")
+    top_p: float = setting(1.0, "Must be 1 for training: a filtered sampler draws from another policy than is trained.")
+    top_k: int = setting(0, "Must be 0 for training, likewise.")
+    stop: list[str] = setting([], "Strings that end a completion.")
+    max_rows: int = setting(256, "Completions drawn side by side.", least=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.temperature <= 0:
+            raise ValueError(f"temperature is {self.temperature}; it must be above 0 (greedy decoding learns nothing)")
+        if self.top_p != 1.0 or self.top_k != 0:
+            raise ValueError(
+                f"top_p {self.top_p} and top_k {self.top_k} would draw from a filtered policy that the trainer's "
+                f"log-probabilities do not describe; use top_p 1 and top_k 0 in rollout (evaluation has its own)"
+            )
+
+
+@dataclass(frozen=True)
+class LearningSettings(Section):
+    """From scores to a gradient."""
+
+    advantage: str = setting(
+        "group_mean",
+        "Baseline and scale of scores (paper: running_baseline).",
+        ("running_baseline", "group_mean", "group_normalised", "leave_one_out", "batch_normalised"),
+    )
+    loss: str = setting("policy_gradient", "Loss of a token.", ("policy_gradient", "clipped", "sequence", "cispo"))
+    normalisation: str = setting("token", "What a token counts: see rl/losses.py.", ("token", "sequence", "constant"))
+    max_importance: float = setting(2.0, "Cap of the detached weight pi_trainer / pi_rollout (paper: 2).", least=1.0)
+    clip_low: float = setting(0.2, "Lower clip of the ratio to the old policy.", least=0.0)
+    clip_high: float = setting(0.2, "Upper clip of that ratio (DAPO: 0.28).", least=0.0)
+    updates_per_batch: int = setting(1, "Passes over a batch of completions.", least=1)
+    minibatches: int = setting(1, "Updates that each pass is divided into.", least=1)
+    micro_batch_tokens: int = setting(8192, "Padded tokens that go through the model at once.", least=1)
+    skip_equal_groups: bool = setting(True, "Leave out groups whose raw scores are all equal.")
+    train_truncated: bool = setting(True, "Whether completions that the token limit cut are trained on.")
+    negative_outcome: float | None = setting(
+        None, "If given, a score is 1 at 1 or more and this below (paper: -0.01); none: scores as they are."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.loss == "policy_gradient" and self.updates_per_batch * self.minibatches > 1:
+            raise ValueError(
+                f"loss 'policy_gradient' takes one update per batch, but updates_per_batch is {self.updates_per_batch} "
+                f"and minibatches {self.minibatches}; choose loss 'clipped', 'sequence' or 'cispo', or set both to 1"
+            )
+
+
+@dataclass(frozen=True)
+class MethodSettings(Section):
+    """The update rule."""
+
+    name: str = setting("logra", "Update rule.", METHODS)
+    logra: LograSettings = field(
+        default_factory=lambda: LograSettings(rank=64, step_size="lr", lr=3e-5, max_norm=1.0),
+        metadata={"help": "Settings of LograOptimizer, for method logra."},
+    )
+    lr: float = setting(3e-5, "Learning rate of adamw, lora and sgd.", least=0.0)
+    betas: tuple[float, float] = setting((0.9, 0.95), "AdamW's betas (paper's dense control).")
+    weight_decay: float = setting(0.0, "Weight decay of adamw and lora.", least=0.0)
+    max_norm: float = setting(1.0, "Gradient clip of adamw, lora and sgd.")
+    lora_rank: int = setting(32, "Rank of LoRA's adapters.", least=1)
+    lora_alpha: float = setting(64.0, "LoRA's alpha.")
+    warmup_updates: int = setting(0, "Updates over which the step size rises from 0.", least=0)
+    schedule: str = setting(
+        "constant", "Step size after warm-up: constant, or cosine to a tenth.", ("constant", "cosine")
+    )
+
+
+@dataclass(frozen=True)
+class EvaluationSettings(Section):
+    """Held-out problems, before, during and after."""
+
+    problems: int = setting(200, "Held-out problems.", least=1)
+    every: int = setting(10, "Updates between evaluations; 0: only before and after.", least=0)
+    samples: int = setting(1, "Completions per problem (paper: 4); pass@k for k up to this.", least=1)
+    temperature: float = setting(0.0, "0: greedy (paper: 0.7).", least=0.0)
+    top_p: float = setting(1.0, "Smallest set of this mass (paper: 0.7).")
+    top_k: int = setting(0, "The k most probable ids; 0: all.", least=0)
+
+
+@dataclass(frozen=True)
+class RunSettings(Section):
+    """The run as a whole."""
+
+    folder: str = setting("runs/latest", "Where everything of the run is written.")
+    updates: int = setting(30, "Updates in all.", least=0)
+    seed: int = setting(0, "Of problems, sampling, projections and rounding.")
+    save_every: int = setting(0, "Updates between checkpoints; 0: only at the end.", least=0)
+    keep: int = setting(2, "Checkpoints kept beside the best.", least=1)
+    overwrite: bool = setting(False, "Whether a folder that holds a run may be replaced.")
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """All sections of `logra train`."""
+
+    model: ModelSettings = field(default_factory=ModelSettings)
+    task: TaskSettings = field(default_factory=TaskSettings)
+    rollout: RolloutSettings = field(default_factory=RolloutSettings)
+    learning: LearningSettings = field(default_factory=LearningSettings)
+    method: MethodSettings = field(default_factory=MethodSettings)
+    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
+    run: RunSettings = field(default_factory=RunSettings)
+
+    def __post_init__(self) -> None:
+        grouped = self.learning.advantage in ("group_mean", "group_normalised", "leave_one_out")
+        if grouped and self.rollout.samples == 1:
+            raise ValueError(
+                f"advantage {self.learning.advantage!r} compares the samples of a prompt, but rollout.samples is 1; "
+                f"use at least 2 samples, or advantage 'running_baseline'"
+            )
+        if self.rollout.samples == 1 and self.learning.skip_equal_groups:
+            raise ValueError("skip_equal_groups would leave out every group of one sample; set it to false")
+        if self.rollout.prompts < self.learning.minibatches:
+            raise ValueError(
+                f"minibatches is {self.learning.minibatches}, more than the {self.rollout.prompts} prompts of an update"
+            )
+
+
+def as_plain(settings: Any) -> Any:
+    """Settings as nested dictionaries of plain values, for files."""
+    if hasattr(settings, "__dataclass_fields__"):
+        return {spec.name: as_plain(getattr(settings, spec.name)) for spec in fields(settings)}
+    if isinstance(settings, Mapping):
+        return {str(key): as_plain(value) for key, value in settings.items()}
+    if isinstance(settings, (list, tuple)):
+        return [as_plain(value) for value in settings]
+    return settings

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A task is problems and a way to score completions of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One problem.
+
+    Attributes:
+        key: unique in its task; the same key is always the same problem.
+        prompt: text, or chat messages [{"role": ..., "content": ...}, ...].
+        answer: the gold answer, as text.
+        columns: whatever else the source holds, passed to the user's reward.
+    """
+
+    key: str
+    prompt: str | list[dict[str, str]]
+    answer: str
+    columns: dict[str, Any] = field(default_factory=dict)
+
+
+class Task(Protocol):
+    """Where problems come from. Problem i is the same in every run and on every machine."""
+
+    name: str
+
+    def __len__(self) -> int:
+        """How many problems there are; a generated task may say a very large number."""
+        ...
+
+    def problem(self, index: int) -> Problem:
+        """Problem `index`, from 0."""
+        ...
+
+    def score(self, problems: Sequence[Problem], completions: Sequence[str]) -> list[float | None]:
+        """One raw score for each completion; None means no verdict."""
+        ...
