@@ -87,14 +87,14 @@ def measure(causal: CausalModel, batch: Any, advantages: Tensor, rank: int) -> t
         add(layer, output_grads, projected)
 
     sketches = attach(causal.model, "all-linear", rank)
-    InputGroup.read, LayerSketch.add = reading, adding  # type: ignore[method-assign]
+    InputGroup.read, LayerSketch.add = reading, adding  # type: ignore[method-assign, assignment]
     try:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             logprobs = token_logprobs(causal, batch, 1.0).logprobs
         (logprobs * advantages).mean().backward()
         errors = [error(layer.sketch, wanted[layer.name]) for layer in sketches if layer.sketch is not None]
     finally:
-        InputGroup.read, LayerSketch.add = read, add  # type: ignore[method-assign]
+        InputGroup.read, LayerSketch.add = read, add  # type: ignore[method-assign, assignment]
         sketches.detach()
     return errors, dense
 
