@@ -94,7 +94,7 @@ def measure(causal: CausalModel, batch: Any, advantages: Tensor, rank: int) -> t
         (logprobs * advantages).mean().backward()
         errors = [error(layer.sketch, wanted[layer.name]) for layer in sketches if layer.sketch is not None]
     finally:
-        InputGroup.read, LayerSketch.add = read, add  # type: ignore[method-assign, assignment]
+        InputGroup.read, LayerSketch.add = read, add  # type: ignore[method-assign]
         sketches.detach()
     return errors, dense
 
