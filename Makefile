@@ -5,9 +5,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check format clean
+.PHONY: demo example test format clean
 
 demo: $(READY)
+	$(BIN)/logra train --config recipes/tiny.yaml
+
+example: $(READY)
 	$(BIN)/python examples/optimizer_only.py
 
 test: $(READY)

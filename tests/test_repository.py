@@ -36,8 +36,18 @@ def test_the_optimizer_needs_torch_alone() -> None:
 
 
 def test_imports_run_one_way() -> None:
-    order = ["config", "run_settings", "native", "random_bits", "sketch", "optim", "rl", "tasks", "rollout", "model"]
-    order += ["evaluation", "update_rules", "trainer", "run_folder", "train_command", "cli", "__main__"]
+    order = ["config", "run_settings", "native", "random_bits", "sketch", "optim", "rl", "rollout", "tasks", "model"]
+    order += [
+        "evaluation",
+        "problems",
+        "evaluator",
+        "update_rules",
+        "trainer",
+        "run_folder",
+        "train_command",
+        "cli",
+        "__main__",
+    ]
 
     def rank(module: str) -> int:
         return order.index(module.split(".")[1])

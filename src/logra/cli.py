@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `logra train`, `logra tasks`."""
+"""The command line: `logra train`, `logra eval`, `logra tasks`."""
 
 import sys
 from dataclasses import fields, is_dataclass
@@ -9,6 +9,11 @@ from jsonargparse import ArgumentParser, Namespace
 
 from logra.run_settings import TrainSettings
 
+COMMANDS = {
+    "train": "Train a model from rewarded answers.",
+    "eval": "Score a model on held-out problems, with the sections model, task, rollout and evaluation.",
+}
+
 
 def make_parser() -> ArgumentParser:
     """All commands with all their settings; every default, YAML file and override goes through the same checks."""
@@ -16,11 +21,12 @@ def make_parser() -> ArgumentParser:
         prog="logra", description="Reinforcement-learning post-training with low-rank gradient sketches."
     )
     commands = parser.add_subcommands()
-    train = ArgumentParser(description="Train a model from rewarded answers.")
-    train.add_argument("--config", action="config", help="YAML file with any of the settings below.")
-    train.add_class_arguments(TrainSettings)
-    _add_help(train, TrainSettings, "")
-    commands.add_subcommand("train", train, help="train a model from rewarded answers")
+    for name, what in COMMANDS.items():
+        command = ArgumentParser(description=what)
+        command.add_argument("--config", action="config", help="YAML file with any of the settings below.")
+        command.add_class_arguments(TrainSettings)
+        _add_help(command, TrainSettings, "")
+        commands.add_subcommand(name, command, help=what)
     tasks = ArgumentParser(description="Show each generated task with an example: prompt, answer, and what scores.")
     commands.add_subcommand("tasks", tasks, help="show the generated tasks")
     return parser
@@ -44,10 +50,10 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command; 0 if all that was asked was done."""
     parser = make_parser()
     parsed = parser.parse_args(arguments)
-    built = parser.instantiate_classes(parsed)
     command = parsed.subcommand
     try:
-        return {"train": _train, "tasks": _tasks}[command](built[command])
+        built = parser.instantiate(parsed)
+        return {"train": _train, "eval": _eval, "tasks": _tasks}[command](built[command])
     except (ValueError, ImportError) as error:
         sys.stderr.write(f"logra {command}: {error}\n")
         return 2
@@ -62,6 +68,13 @@ def _train(built: Namespace) -> int:
     from logra.train_command import train
 
     return train(settings)
+
+
+def _eval(built: Namespace) -> int:
+    settings = _settings(built)
+    from logra.train_command import evaluate
+
+    return evaluate(settings)
 
 
 def _tasks(_: Namespace) -> int:

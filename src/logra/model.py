@@ -77,13 +77,25 @@ def load_policy(settings: ModelSettings, device: str = "cpu") -> Policy:
             f"folder with config.json, tokenizer and *.safetensors, or 'tiny'."
         ) from error
     model.to(device)
+    _switch_dropout_off(model)
     if settings.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # Renamed in transformers 5.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     causal = CausalModel(model)
     causal.check()
     end_ids = _end_ids(model, tokenizer)
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(end_ids)
     return Policy(model, tokenizer, causal, end_ids, int(pad_id))
+
+
+def _switch_dropout_off(model: Any) -> None:
+    """The policy that is trained must be the one that acts, so no part of it is dropped at random."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        elif isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
 
 
 def _end_ids(model: Any, tokenizer: Any) -> frozenset[int]:

@@ -14,20 +14,22 @@ from logra.config import LograSettings, check_allowed, setting
 METHODS = ("logra", "adamw", "lora", "sgd")
 
 
-class Section:
-    """Checks allowed values and ranges, which fields carry in their metadata."""
+def check_section(section: Any) -> None:
+    """Compare each field with the allowed values and the least value that it carries.
 
-    def __post_init__(self) -> None:
-        for spec in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, spec.name)
-            check_allowed(spec.name, value, spec.metadata.get("allowed"))
-            least = spec.metadata.get("least")
-            if least is not None and value is not None and value < least:
-                raise ValueError(f"{spec.name} is {value!r}; it must be at least {least}")
+    Raises:
+        ValueError: names field, value and what is allowed.
+    """
+    for spec in fields(section):
+        value = getattr(section, spec.name)
+        check_allowed(spec.name, value, spec.metadata.get("allowed"))
+        least = spec.metadata.get("least")
+        if least is not None and value is not None and value < least:
+            raise ValueError(f"{spec.name} is {value!r}; it must be at least {least}")
 
 
 @dataclass(frozen=True)
-class ModelSettings(Section):
+class ModelSettings:
     """The policy."""
 
     name: str = setting("tiny", "Hugging Face name, a folder, or 'tiny', the small policy that ships with the package.")
@@ -37,27 +39,39 @@ class ModelSettings(Section):
     gradient_checkpointing: bool = setting(False, "Recompute blocks in backward instead of keeping their activations.")
     trust_remote_code: bool = setting(False, "Run Python code that comes with the model.")
 
+    def __post_init__(self) -> None:
+        check_section(self)
+
 
 @dataclass(frozen=True)
-class TaskSettings(Section):
+class TaskSettings:
     """Where prompts and rewards come from."""
 
-    names: dict[str, float] = setting({"sums": 1.0}, "Tasks by name, with their shares of the prompts.")
+    names: dict[str, float] = setting(
+        {"sums": 1.0},
+        "Tasks by name, with their shares of the prompts: generated ones (see `logra tasks`) or `sources`.",
+    )
+    sources: dict[str, dict[str, Any]] = setting(
+        {}, "Tasks from data: name -> path (.jsonl, .parquet or hub name), prompt, answer, split, name, rewards."
+    )
     knobs: dict[str, dict[str, Any]] = setting({}, "Difficulty of generated tasks, by task name.")
     system_prompt: str | None = setting(None, "System message before each prompt, if the model has a chat template.")
     suffix: str = setting("", "Text after each prompt, such as 'Answer with the number only.'")
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        check_section(self)
         if not self.names or any(not share > 0 for share in self.names.values()):
             raise ValueError(f"names is {self.names}; give at least one task, each with a share above 0")
+        unused = sorted(set(self.sources) - set(self.names))
+        if unused:
+            raise ValueError(f"sources describes {unused}, which are not among the tasks {sorted(self.names)}")
         unknown = sorted(set(self.knobs) - set(self.names))
         if unknown:
             raise ValueError(f"knobs names {unknown}, which are not among the tasks {sorted(self.names)}")
 
 
 @dataclass(frozen=True)
-class RolloutSettings(Section):
+class RolloutSettings:
     """How completions are drawn."""
 
     prompts: int = setting(16, "Prompts per update.", least=1)
@@ -70,7 +84,7 @@ class RolloutSettings(Section):
     max_rows: int = setting(256, "Completions drawn side by side.", least=1)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        check_section(self)
         if self.temperature <= 0:
             raise ValueError(f"temperature is {self.temperature}; it must be above 0 (greedy decoding learns nothing)")
         if self.top_p != 1.0 or self.top_k != 0:
@@ -81,7 +95,7 @@ class RolloutSettings(Section):
 
 
 @dataclass(frozen=True)
-class LearningSettings(Section):
+class LearningSettings:
     """From scores to a gradient."""
 
     advantage: str = setting(
@@ -104,7 +118,7 @@ class LearningSettings(Section):
     )
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        check_section(self)
         if self.loss == "policy_gradient" and self.updates_per_batch * self.minibatches > 1:
             raise ValueError(
                 f"loss 'policy_gradient' takes one update per batch, but updates_per_batch is {self.updates_per_batch} "
@@ -113,7 +127,7 @@ class LearningSettings(Section):
 
 
 @dataclass(frozen=True)
-class MethodSettings(Section):
+class MethodSettings:
     """The update rule."""
 
     name: str = setting("logra", "Update rule.", METHODS)
@@ -132,9 +146,12 @@ class MethodSettings(Section):
         "constant", "Step size after warm-up: constant, or cosine to a tenth.", ("constant", "cosine")
     )
 
+    def __post_init__(self) -> None:
+        check_section(self)
+
 
 @dataclass(frozen=True)
-class EvaluationSettings(Section):
+class EvaluationSettings:
     """Held-out problems, before, during and after."""
 
     problems: int = setting(200, "Held-out problems.", least=1)
@@ -144,9 +161,12 @@ class EvaluationSettings(Section):
     top_p: float = setting(1.0, "Smallest set of this mass (paper: 0.7).")
     top_k: int = setting(0, "The k most probable ids; 0: all.", least=0)
 
+    def __post_init__(self) -> None:
+        check_section(self)
+
 
 @dataclass(frozen=True)
-class RunSettings(Section):
+class RunSettings:
     """The run as a whole."""
 
     folder: str = setting("runs/latest", "Where everything of the run is written.")
@@ -155,6 +175,9 @@ class RunSettings(Section):
     save_every: int = setting(0, "Updates between checkpoints; 0: only at the end.", least=0)
     keep: int = setting(2, "Checkpoints kept beside the best.", least=1)
     overwrite: bool = setting(False, "Whether a folder that holds a run may be replaced.")
+
+    def __post_init__(self) -> None:
+        check_section(self)
 
 
 @dataclass(frozen=True)

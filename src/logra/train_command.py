@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`logra train`: put the parts together, run, write what is left behind."""
+"""`logra train` and `logra eval`: put the parts together, run, write what is left behind."""
 
 import copy
+import json
 import sys
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from logra.model import load_policy
+from logra.evaluator import Evaluator
+from logra.model import Policy, load_policy
+from logra.problems import Mixture
 from logra.rollout.transformers_engine import TransformersEngine
 from logra.run_folder import RunFolder
 from logra.run_settings import TrainSettings
@@ -22,11 +26,7 @@ def train(settings: TrainSettings) -> int:
     policy = load_policy(settings.model)
     adapted = add_adapters(policy.model, settings.method) if settings.method.name == "lora" else None
     rule = make_rule(policy.model if adapted is None else adapted, settings.method, settings.run.seed)
-    dtype = torch.bfloat16 if settings.model.compute == "bf16" else torch.float32
-    engine = TransformersEngine(
-        policy.causal, policy.tokenizer, policy.end_ids, policy.pad_id, dtype, settings.rollout.max_rows
-    )
-    trainer = Trainer(settings, policy, engine, rule)
+    trainer = Trainer(settings, policy, _engine(settings, policy), rule)
 
     def report(line: dict[str, Any]) -> None:
         folder.log(line)
@@ -37,6 +37,21 @@ def train(settings: TrainSettings) -> int:
     where = folder.save_model("model", model, policy.tokenizer)
     sys.stdout.write(f"model: {where}\nmetrics: {folder.path / 'metrics.jsonl'}\n")
     return 0 if trainer.update == settings.run.updates else 1
+
+
+def evaluate(settings: TrainSettings) -> int:
+    """Score the model on the held-out problems and print the result as JSON."""
+    mixture = Mixture(settings)
+    policy = load_policy(settings.model)
+    result = Evaluator(settings, policy, _engine(settings, policy), mixture)()
+    sys.stdout.write(json.dumps({"model": settings.model.name, **asdict(result)}) + "\n")
+    return 0
+
+
+def _engine(settings: TrainSettings, policy: Policy) -> TransformersEngine:
+    dtype = torch.bfloat16 if settings.model.compute == "bf16" else torch.float32
+    ends = (policy.end_ids, policy.pad_id)
+    return TransformersEngine(policy.causal, policy.tokenizer, *ends, dtype, settings.rollout.max_rows)
 
 
 def _say(line: dict[str, Any], updates: int) -> None:

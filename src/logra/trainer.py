@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The main job, as a table of contents: prompts, rollout, rewards, advantages, backward, step, metrics."""
 
-import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from logra.evaluation import EvaluationResult, evaluate
+from logra.evaluator import Evaluator
 from logra.model import Policy
+from logra.problems import Mixture, score_by_task
 from logra.rl import advantages as advantage_kinds
 from logra.rl import losses
 from logra.rl.advantages import RunningBaseline, groups_with_signal
@@ -20,11 +20,8 @@ from logra.rl.batch import Sample, collate, micro_batches
 from logra.rl.logprobs import token_logprobs
 from logra.rollout.engine import Prompt, RolloutEngine, Sampling
 from logra.run_settings import TrainSettings
-from logra.tasks.generated import generated_task
 from logra.tasks.task import Problem, Task
 from logra.update_rules import UpdateRule, step_size_factor
-
-TRAINING_SEED, EVALUATION_SEED = 0, 1_000_003  # of generated problems: the two never share one
 
 
 @dataclass(frozen=True)
@@ -66,11 +63,8 @@ class Trainer:
 
     def __init__(self, settings: TrainSettings, policy: Policy, engine: RolloutEngine, rule: UpdateRule) -> None:
         self.settings, self.policy, self.engine, self.rule = settings, policy, engine, rule
-        names = settings.task.names
-        self.tasks = {name: generated_task(name, TRAINING_SEED, settings.task.knobs.get(name)) for name in names}
-        self.held_out = {name: generated_task(name, EVALUATION_SEED, settings.task.knobs.get(name)) for name in names}
-        self.evaluation_problems = [self._problem(self.held_out, i) for i in range(settings.evaluation.problems)]
-        self.held_out_prompts = {str(problem.prompt) for _, problem in self.evaluation_problems}
+        self.mixture = Mixture(settings)
+        self.evaluate = Evaluator(settings, policy, engine, self.mixture)
         self.baseline = RunningBaseline()
         self.update = 0
         self.base_rates = [group["lr"] for group in rule.optimizer.param_groups]
@@ -96,29 +90,10 @@ class Trainer:
         rollout = self.settings.rollout
         chosen = []
         for group in range(rollout.prompts):
-            task, problem = self._training_problem((self.update - 1) * rollout.prompts + group)
+            task, problem = self.mixture.training_problem((self.update - 1) * rollout.prompts + group)
             ids = self.policy.encode(problem, self.settings.task)
             chosen.append((Prompt(group, ids, group * rollout.samples, rollout.samples), problem, task))
         return chosen
-
-    def _training_problem(self, index: int) -> tuple[Task, Problem]:
-        """Problem `index` of the run; one that is among the held-out ones is replaced by another draw."""
-        for attempt in range(1000):
-            task, problem = self._problem(self.tasks, f"{index}" if attempt == 0 else f"{index}-{attempt}")
-            if str(problem.prompt) not in self.held_out_prompts:
-                return task, problem
-        raise ValueError(
-            f"{len(self.held_out_prompts)} held-out problems leave almost none to train on; lower evaluation.problems "
-            f"or widen the tasks' knobs"
-        )
-
-    def _problem(self, tasks: dict[str, Any], index: int | str) -> tuple[Task, Problem]:
-        """Problem `index` of the mixture: which task it is of is drawn by the tasks' shares."""
-        names = self.settings.task.names
-        chance = random.Random(f"{self.settings.run.seed}-{index}")
-        name = chance.choices(list(names), weights=list(names.values()))[0]
-        task = tasks[name]
-        return task, task.problem(chance.randrange(len(task)))
 
     def _sampling(self) -> Sampling:
         rollout = self.settings.rollout
@@ -130,14 +105,9 @@ class Trainer:
         )
 
     def _score(self, samples: list[Sample], prompts: list[tuple[Prompt, Problem, Task]]) -> Scored:
-        raw: list[float] = []
-        problems: list[Problem] = []
         by_group = {prompt.group_id: (problem, task) for prompt, problem, task in prompts}
-        for sample in samples:
-            problem, task = by_group[sample.group_id]
-            (score,) = task.score([problem], [sample.text])
-            raw.append(float("nan") if score is None else float(score))
-            problems.append(problem)
+        problems = [by_group[sample.group_id][0] for sample in samples]
+        raw = score_by_task([by_group[sample.group_id][1] for sample in samples], problems, samples)
         scores = torch.tensor(raw, dtype=torch.float64)
         negative = self.settings.learning.negative_outcome
         shaped = scores if negative is None else torch.where(scores >= 1, 1.0, negative).to(torch.float64)
@@ -243,7 +213,7 @@ class Trainer:
         for group, rate in zip(self.rule.optimizer.param_groups, self.base_rates, strict=True):
             group["lr"] = rate * factor
 
-    # Metrics and evaluation
+    # Metrics
 
     def _metrics(self, scored: Scored, rows: list[int]) -> dict[str, Any]:
         lengths = [len(sample.completion_ids) for sample in scored.samples]
@@ -262,27 +232,6 @@ class Trainer:
             "seconds": dict(self.seconds),
             "rollout_tokens_per_second": tokens / max(1e-9, self.seconds["rollout"]),
         }
-
-    def evaluate(self) -> EvaluationResult:
-        """Score the policy on held-out problems, always the same ones."""
-        settings = self.settings.evaluation
-        prompts = []
-        for group, (_, problem) in enumerate(self.evaluation_problems):
-            ids = self.policy.encode(problem, self.settings.task)
-            prompts.append(Prompt(group, ids, group * settings.samples, settings.samples))
-        sampling = replace(
-            self._sampling(),
-            temperature=settings.temperature,
-            top_p=settings.top_p,
-            top_k=settings.top_k,
-            purpose="evaluation",
-        )
-        samples = self.engine.generate(prompts, sampling, 0)
-        scores: list[float | None] = []
-        for sample in samples:
-            task, problem = self.evaluation_problems[sample.group_id]
-            scores += task.score([problem], [sample.text])
-        return evaluate(samples, scores)
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:

@@ -178,7 +178,7 @@ class LograOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: alpha is negative or not finite.
-            RuntimeError: nothing is proposed, or the proposal must not be applied.
+            RuntimeError: nothing is proposed, the proposal must not be applied, or sketches changed since.
         """
         proposal = self._proposal
         if proposal is None:
@@ -187,6 +187,9 @@ class LograOptimizer(torch.optim.Optimizer):
             raise RuntimeError(f"the proposal cannot be applied ({proposal.skip_reason}); call skip() or discard()")
         if not 0 <= alpha < math.inf:
             raise ValueError(f"alpha is {alpha}; it must be a finite number, 0 or more")
+        for proposed in proposal.layers:
+            proposed.check_current()
+        self._warn_of_unreached_layers()
         share = RealisedShare.zero(self._device)
         with exact_products(self._device.type):
             for proposed in proposal.layers:
@@ -195,7 +198,6 @@ class LograOptimizer(torch.optim.Optimizer):
                     merge(self.storages[proposed.layer.name], step, share)
                 self._state(proposed.layer.name)["row_second_moment"] = proposed.next_second_moment
         self._step_others(alpha, proposal.clip)
-        self._warn_of_unreached_layers()
         self.updates += 1
         self.zero_updates += proposal.is_zero
         intended = float(share.intended)

@@ -45,15 +45,25 @@ class LayerProposal:
         Raises:
             RuntimeError: the sketch is no longer the one that was proposed from.
         """
+        self.check_current()
         projection, sketch = self.layer.group.projection, self.layer.sketch
-        assert self.row_factors is not None and self.row_steps is not None and projection is not None
-        if sketch is None or sketch._version != self.sketch_version:
+        assert self.row_factors is not None and self.row_steps is not None
+        assert sketch is not None and projection is not None
+        factors = quantise_rows(sketch, projection.row_scales(), self.row_steps, bits)
+        return factors, self.row_steps * self.row_factors
+
+    def check_current(self) -> None:
+        """Refuse a proposal whose sketch has changed since.
+
+        Raises:
+            RuntimeError: a backward or zero_grad() came in between.
+        """
+        sketch = self.layer.sketch
+        if self.sketch_version != (-1 if sketch is None else sketch._version):
             raise RuntimeError(
                 f"the sketch of {self.layer.name} changed between propose() and apply(): a backward, or zero_grad(), "
                 f"came in between. Call propose() again after the last backward."
             )
-        factors = quantise_rows(sketch, projection.row_scales(), self.row_steps, bits)
-        return factors, self.row_steps * self.row_factors
 
 
 @dataclass(frozen=True)

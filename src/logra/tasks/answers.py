@@ -12,7 +12,7 @@ from collections import Counter
 from fractions import Fraction
 
 MAX_ANSWER_CHARACTERS = 2000
-_NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
+_NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?", re.ASCII)
 _MARKER = re.compile(r"answer\s*(?:is\b\s*:?|:)[ \t]*([^\n]*)", re.IGNORECASE)
 _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 
@@ -84,7 +84,13 @@ def score_expression(completion: str, numbers: list[int], target: int) -> float:
     """1 if the final answer is an expression of + - * / that uses each number at most once and equals the target."""
     text = final_answer(completion).replace("\u2212", "-").replace("\u00d7", "*").replace("\u00f7", "/")
     text = text.split("=")[0].strip() if text.count("=") == 1 else text
-    if not text or len(text) > 200 or not re.fullmatch(r"[\d\s+\-*/()]+", text) or "**" in text or "//" in text:
+    if (
+        not text
+        or len(text) > 200
+        or not re.fullmatch(r"[\d\s+\-*/()]+", text, re.ASCII)
+        or "**" in text
+        or "//" in text
+    ):
         return 0.0
     try:
         tree = ast.parse(text, mode="eval")
@@ -100,6 +106,8 @@ def _value(node: ast.expr, used: Counter[int]) -> Fraction:
     if isinstance(node, ast.Constant) and type(node.value) is int:
         used[node.value] += 1
         return Fraction(node.value)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_value(node.operand, used)
     if isinstance(node, ast.BinOp):
         left, right = _value(node.left, used), _value(node.right, used)
         match node.op:

@@ -1,0 +1,53 @@
+"""pass@k against enumeration, majority against counting."""
+
+import itertools
+
+import pytest
+
+from logra.evaluation import evaluate, pass_at_k
+from logra.rl.batch import Sample
+
+
+@pytest.mark.parametrize("samples", range(1, 7))
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(samples: int) -> None:
+    for right in range(samples + 1):
+        verdicts = [index < right for index in range(samples)]
+        for k in range(1, samples + 1):
+            subsets = list(itertools.combinations(verdicts, k))
+            assert pass_at_k(samples, right, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+    with pytest.raises(ValueError, match="k is"):
+        pass_at_k(samples, 0, samples + 1)
+
+
+def drawn(groups: dict[int, list[tuple[str, float | None]]]) -> tuple[list[Sample], list[float | None]]:
+    samples: list[Sample] = []
+    scores: list[float | None] = []
+    for group, members in groups.items():
+        for text, score in members:
+            samples.append(Sample(len(samples), group, (1,), (2,), (0.0,), text, False))
+            scores.append(score)
+    return samples, scores
+
+
+def test_means_are_over_problems_and_ungraded_samples_are_left_out() -> None:
+    result = evaluate(
+        *drawn(
+            {
+                0: [("7", 1.0), ("7", 1.0), ("8", 0.0), ("9", 0.0)],
+                1: [("1", 0.0), ("1", 0.0), ("2", 1.0), ("3", 0.0)],
+                2: [("5", 1.0), ("5", 1.0), ("4", 0.0), ("?", None), ("6", 0.0)],
+            }
+        )
+    )
+    assert result.pass_at_1 == pytest.approx((0.5 + 0.25 + 0.5) / 3)
+    assert result.pass_at_k[2] == pytest.approx((5 / 6 + 0.5 + 5 / 6) / 3)
+    assert result.pass_at_k[4] == 1.0
+    assert result.majority == pytest.approx(2 / 3)
+    assert (result.problems, result.ungraded) == (3, 1)
+
+
+def test_one_sample_has_no_majority_and_no_verdict_is_an_error() -> None:
+    result = evaluate(*drawn({0: [("7", 1.0)], 1: [("3", 0.0)]}))
+    assert (result.pass_at_1, result.majority, result.pass_at_k) == (0.5, None, {})
+    with pytest.raises(ValueError, match="no sample of the evaluation has a verdict"):
+        evaluate(*drawn({0: [("7", None)]}))

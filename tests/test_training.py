@@ -1,0 +1,209 @@
+"""The main job on the tiny policy: real processes, every method, refusals before a model loads."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from logra.cli import main
+from logra.problems import Mixture
+from logra.run_settings import (
+    EvaluationSettings,
+    LearningSettings,
+    MethodSettings,
+    RolloutSettings,
+    RunSettings,
+    TaskSettings,
+    TrainSettings,
+    as_plain,
+)
+
+QUICK = [
+    "--rollout.prompts", "4", "--rollout.samples", "4", "--rollout.max_tokens", "6", "--evaluation.problems", "8",
+    "--evaluation.every", "0", "--run.updates", "2",
+]  # fmt: skip
+
+
+def run(tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
+    assert main(["train", *QUICK, "--run.folder", str(tmp_path / "run"), *arguments]) == 0
+    return [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("method", ["logra", "adamw", "lora", "sgd"])
+def test_every_method_trains_and_leaves_a_loadable_model(method: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    lines = run(tmp_path, "--method.name", method, "--method.lr", "1e-3", "--learning.skip_equal_groups", "false")
+    assert [line["update"] for line in lines] == [0, 1, 2, 2]
+    updates = [line for line in lines if "evaluation" not in line]
+    for line in updates:
+        assert line["samples"] == 16
+        assert 0 <= line["pass_rate"] <= 1
+        assert line["logprob_gap_absolute"] < 0.05
+        assert line["steps"] == 1
+        assert set(line["seconds"]) == {"rollout", "reward", "learning"}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+    assert model(**tokenizer("1+1=", return_tensors="pt")).logits.isfinite().all()
+    start = AutoModelForCausalLM.from_pretrained(Path(__file__).parent.parent / "src" / "logra" / "tiny_policy")
+    moved = [not torch.equal(a, b) for a, b in zip(model.parameters(), start.parameters(), strict=True)]
+    assert any(moved)
+    settings = json.loads((tmp_path / "run" / "settings.json").read_text())
+    assert settings["method"]["name"] == method
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--learning.advantage", "running_baseline", "--learning.negative_outcome", "-0.01"],
+        ["--learning.advantage", "group_normalised", "--learning.loss", "clipped", "--learning.minibatches", "2"],
+        ["--learning.loss", "sequence", "--learning.normalisation", "sequence", "--learning.updates_per_batch", "2"],
+        ["--learning.loss", "cispo", "--learning.normalisation", "constant", "--learning.train_truncated", "false"],
+        ["--learning.advantage", "batch_normalised", "--model.compute", "fp32", "--model.weights", "bfloat16"],
+        ["--learning.advantage", "leave_one_out", "--model.gradient_checkpointing", "true"],
+        ["--method.logra.storage", "split", "--method.schedule", "cosine", "--method.warmup_updates", "1"],
+    ],
+)
+def test_variants_run(arguments: list[str], tmp_path: Path) -> None:
+    lines = run(tmp_path, *arguments, "--task.names", '{"sums": 1.0, "times": 2.0}')
+    assert len(lines) == 4
+
+
+def test_in_fp32_rollout_and_trainer_agree_to_1e_5(tmp_path: Path) -> None:
+    lines = run(tmp_path, "--model.compute", "fp32", "--rollout.temperature", "0.6")
+    assert max(line["logprob_gap_absolute"] for line in lines if "evaluation" not in line) < 1e-5
+
+
+def test_the_same_seed_is_the_same_run_and_another_is_not(tmp_path: Path) -> None:
+    def numbers(name: str, seed: str) -> tuple[list[float], list[Any]]:
+        lines = run(tmp_path / name, "--run.seed", seed)
+        from safetensors.torch import load_file
+
+        weights = load_file(tmp_path / name / "run" / "model" / "model.safetensors")
+        return [line["reward"] for line in lines if "reward" in line], list(weights.values())
+
+    first, again, other = numbers("a", "0"), numbers("b", "0"), numbers("c", "1")
+    assert first[0] == again[0]
+    assert all(torch.equal(a, b) for a, b in zip(first[1], again[1], strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(first[1], other[1], strict=True))
+
+
+def test_it_learns(tmp_path: Path) -> None:
+    arguments = ["--task.knobs", '{"sums": {"max_value": 99}}', "--rollout.prompts", "32", "--rollout.samples", "8"]
+    arguments += ["--evaluation.problems", "200", "--evaluation.temperature", "1", "--run.updates", "40"]
+    lines = run(tmp_path, *arguments, "--method.logra.lr", "2e-4")
+    scores = [line["evaluation"]["pass@1"] for line in lines if "evaluation" in line]
+    assert scores[-1] > scores[0] + 0.1
+
+
+def test_the_command_as_a_process(tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        "rollout: {prompts: 2, samples: 2, max_tokens: 4}\nevaluation: {problems: 4}\nrun: {updates: 1}\n"
+    )
+    command = [sys.executable, "-m", "logra", "train", "--config", str(config), "--run.folder", str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "held-out pass@1" in done.stdout
+    again = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert again.returncode == 2
+    assert "holds a run already" in again.stderr
+    assert "Traceback" not in again.stderr
+
+
+def test_eval_scores_what_training_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = run(tmp_path)
+    capsys.readouterr()
+    assert main(["eval", *QUICK, "--model.name", str(tmp_path / "run" / "model")]) == 0
+    printed = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert printed["pass_at_1"] == lines[-1]["evaluation"]["pass@1"]
+    assert printed["problems"] == 8
+
+
+def test_held_out_problems_are_never_trained_on() -> None:
+    settings = TrainSettings(task=TaskSettings(names={"sums": 1.0, "times": 1.0}))
+    mixture = Mixture(settings)
+    held_out = {problem.prompt for _, problem in mixture.held_out}
+    trained = [mixture.training_problem(index)[1].prompt for index in range(500)]
+    assert not held_out & set(trained)
+    assert trained == [Mixture(settings).training_problem(index)[1].prompt for index in range(500)]
+    everything = TrainSettings(
+        task=TaskSettings(knobs={"sums": {"max_value": 1}}), evaluation=EvaluationSettings(problems=200)
+    )
+    with pytest.raises(ValueError, match="held-out problems leave almost none"):
+        Mixture(everything).training_problem(0)
+
+
+def test_help_and_printed_settings_name_every_field(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for words in (
+        "--rollout.temperature",
+        "Divides the logits",
+        "--method.logra.rank",
+        "One of: logra, adamw, lora, sgd",
+    ):
+        assert words in shown
+    with pytest.raises(SystemExit):
+        main(["train", "--print_config"])
+    assert "samples: 8" in capsys.readouterr().out
+
+
+def test_tasks_are_shown_with_prompt_answer_and_score(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tasks"]) == 0
+    shown = capsys.readouterr().out
+    assert "countdown" in shown
+    assert "(scores 1.0)" in shown
+    assert "(scores 0.0)" not in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rollout.samplez", "3"], "samplez"),
+        (["--rollout.samples", "0"], "samples is 0; it must be at least 1"),
+        (["--rollout.top_p", "0.8"], "filtered policy"),
+        (["--rollout.temperature", "0"], "temperature is 0.0; it must be above 0"),
+        (["--method.name", "adamm"], "Did you mean 'adamw'"),
+        (["--method.logra.storage", "spilt"], "Did you mean 'split'"),
+        (["--learning.updates_per_batch", "2"], "takes one update per batch"),
+        (["--rollout.samples", "1"], "compares the samples of a prompt"),
+        (["--task.knobs", '{"gcd": {}}'], "not among the tasks"),
+        (["--config", "no-such-file.yaml"], "no-such-file.yaml"),
+    ],
+)
+def test_refusals_come_before_any_model_loads(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("logra.model.load_policy", lambda *_: pytest.fail("a model was loaded"))
+    try:
+        code: Any = main(["train", *arguments])
+    except SystemExit as stop:
+        code = stop.code
+    assert code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_missing_models_and_tasks_are_one_clear_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = ["--run.folder", str(tmp_path / "run")]
+    assert main(["train", *folder, "--model.name", str(tmp_path / "nothing")]) == 2
+    assert "could not be loaded" in capsys.readouterr().err
+    assert main(["train", *folder, "--task.names", '{"sumz": 1.0}']) == 2
+    assert "task 'sumz' is not known" in capsys.readouterr().err
+
+
+def test_settings_become_plain_values() -> None:
+    plain = as_plain(TrainSettings(task=TaskSettings(names={"sums": 1.0})))
+    assert json.loads(json.dumps(plain))["method"]["logra"]["rank"] == 64
+    with pytest.raises(ValueError, match="minibatches is 9, more than the 4 prompts"):
+        TrainSettings(
+            rollout=RolloutSettings(prompts=4),
+            learning=LearningSettings(loss="clipped", minibatches=9),
+            method=MethodSettings(name="adamw"),
+            run=RunSettings(updates=1),
+        )
