@@ -1,8 +1,10 @@
 """The main job on the tiny policy: real processes, every method, refusals before a model loads."""
 
 import json
+import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +124,23 @@ def test_eval_scores_what_training_left(tmp_path: Path, capsys: pytest.CaptureFi
     printed = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert printed["pass_at_1"] == lines[-1]["evaluation"]["pass@1"]
     assert printed["problems"] == 8
+
+
+def test_checkpoints_are_kept_by_number_and_the_best_apart(tmp_path: Path) -> None:
+    arguments = ["--run.updates", "5", "--run.save_every", "1", "--run.keep", "2", "--evaluation.every", "2"]
+    run(tmp_path, *arguments, "--method.name", "lora")
+    names = {path.name for path in (tmp_path / "run").iterdir() if path.is_dir()}
+    assert names - {"best"} == {"checkpoint-4", "checkpoint-5", "model"}
+    last = (tmp_path / "run" / "checkpoint-5" / "model.safetensors").read_bytes()
+    assert last == (tmp_path / "run" / "model" / "model.safetensors").read_bytes()
+
+
+def test_every_setting_is_read_somewhere() -> None:
+    source = "".join(path.read_text() for path in (Path(__file__).parent.parent / "src" / "logra").rglob("*.py"))
+    source = re.sub(r"^    \w+: .*setting\($|^    \w+: .* = setting\(.*$", "", source, flags=re.MULTILINE)
+    for section in fields(TrainSettings):
+        for spec in fields(getattr(TrainSettings(), section.name)):
+            assert re.search(rf"\.{spec.name}\b", source), f"{section.name}.{spec.name}"
 
 
 def test_held_out_problems_are_never_trained_on() -> None:

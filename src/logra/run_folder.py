@@ -21,7 +21,7 @@ class RunFolder:
     """
 
     def __init__(self, settings: TrainSettings) -> None:
-        self.path = Path(settings.run.folder)
+        self.path, self.keep = Path(settings.run.folder), settings.run.keep
         if (self.path / "metrics.jsonl").exists():
             if not settings.run.overwrite:
                 raise ValueError(
@@ -48,6 +48,10 @@ class RunFolder:
         tokenizer.save_pretrained(temporary)
         shutil.rmtree(final, ignore_errors=True)
         os.replace(temporary, final)
+        numbered = [path for path in self.path.glob("checkpoint-*") if path.name.split("-")[1].isdigit()]
+        checkpoints = sorted(numbered, key=lambda path: int(path.name.split("-")[1]))
+        for old in checkpoints[: -self.keep]:
+            shutil.rmtree(old)
         return final
 
     def _write_json(self, name: str, value: Any) -> None:

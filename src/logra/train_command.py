@@ -5,6 +5,7 @@ import copy
 import json
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,9 +33,12 @@ def train(settings: TrainSettings) -> int:
         folder.log(line)
         _say(line, settings.run.updates)
 
-    run_training(trainer, report)
-    model = policy.model if adapted is None else copy.deepcopy(adapted).merge_and_unload()
-    where = folder.save_model("model", model, policy.tokenizer)
+    def save(name: str) -> Path:
+        model = policy.model if adapted is None else copy.deepcopy(adapted).merge_and_unload()
+        return folder.save_model(name, model, policy.tokenizer)
+
+    run_training(trainer, report, save)
+    where = save("model")
     sys.stdout.write(f"model: {where}\nmetrics: {folder.path / 'metrics.jsonl'}\n")
     return 0 if trainer.update == settings.run.updates else 1
 

@@ -240,22 +240,38 @@ class Trainer:
         self.seconds[name] = time.perf_counter() - start
 
 
-def run_training(trainer: Trainer, report: Callable[[dict[str, Any]], None]) -> None:
-    """All updates of a run, with evaluations before, between and after; `report` gets each line of metrics."""
+def run_training(
+    trainer: Trainer, report: Callable[[dict[str, Any]], None], save: Callable[[str], object] = lambda name: None
+) -> None:
+    """All updates of a run, with evaluations before, between and after.
+
+    Args:
+        trainer: fresh.
+        report: gets each line of metrics.
+        save: writes the model under a name: "checkpoint-N" every `run.save_every` updates, and "best" after each
+            evaluation that beats all earlier ones.
+    """
     settings = trainer.settings
-    every = settings.evaluation.every
+    every, save_every = settings.evaluation.every, settings.run.save_every
+    best = float("-inf")
 
     def evaluated() -> None:
+        nonlocal best
         start = time.perf_counter()
         result = trainer.evaluate()
         scores = {"pass@1": result.pass_at_1, **{f"pass@{k}": value for k, value in result.pass_at_k.items()}}
         scores |= {} if result.majority is None else {"majority": result.majority}
         seconds = {"evaluation": time.perf_counter() - start}
         report({"update": trainer.update, "evaluation": scores, "seconds": seconds})
+        if trainer.update and result.pass_at_1 > best and save_every:
+            save("best")
+        best = max(best, result.pass_at_1)
 
     evaluated()
     while trainer.update < settings.run.updates:
         report(trainer.train_update())
+        if save_every and trainer.update % save_every == 0:
+            save(f"checkpoint-{trainer.update}")
         if every and trainer.update % every == 0 and trainer.update < settings.run.updates:
             evaluated()
     if settings.run.updates:
