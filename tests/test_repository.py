@@ -44,6 +44,7 @@ def test_imports_run_one_way() -> None:
         "update_rules",
         "trainer",
         "run_folder",
+        "convert",
         "train_command",
         "cli",
         "__main__",

@@ -173,6 +173,64 @@ def test_help_and_printed_settings_name_every_field(capsys: pytest.CaptureFixtur
     assert "samples: 8" in capsys.readouterr().out
 
 
+def test_convert_refuses_what_is_no_gguf_file_and_full_folders(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["convert", str(tmp_path / "absent.gguf"), str(tmp_path / "out")]) == 2
+    assert "is not a .gguf file" in capsys.readouterr().err
+    (tmp_path / "a.gguf").write_bytes(b"GGUF")
+    assert main(["convert", str(tmp_path / "a.gguf"), str(tmp_path)]) == 2
+    assert "is not empty" in capsys.readouterr().err
+
+
+def test_a_gguf_file_becomes_a_folder_in_bf16(tmp_path: Path) -> None:
+    """A tiny Llama written with the gguf package, read back weight by weight."""
+    import gguf
+    from transformers import AutoModelForCausalLM
+
+    writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "llama")
+    shape = {"hidden": 32, "vocabulary": 8, "intermediate": 64}
+    writer.add_context_length(64)
+    writer.add_embedding_length(shape["hidden"])
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(shape["intermediate"])
+    writer.add_head_count(4)
+    writer.add_head_count_kv(4)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_dimension_count(8)
+    writer.add_vocab_size(shape["vocabulary"])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(["<end>", "a", "b", "c", "d", "e", "f", "ab"])
+    writer.add_token_types([3] + [1] * 7)
+    writer.add_token_scores([0.0] * 8)
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(0)
+    writer.add_bos_token_id(0)
+    generator = torch.Generator().manual_seed(0)
+    h, v, m = shape["hidden"], shape["vocabulary"], shape["intermediate"]
+    sizes = {
+        "token_embd": (v, h),
+        "output": (v, h),
+        "output_norm": (h,),
+        "blk.0.attn_norm": (h,),
+        "blk.0.ffn_norm": (h,),
+    }
+    sizes |= {f"blk.0.attn_{name}": (h, h) for name in ("q", "k", "v", "output")}
+    sizes |= {"blk.0.ffn_gate": (m, h), "blk.0.ffn_up": (m, h), "blk.0.ffn_down": (h, m)}
+    values = {name: torch.randn(size, generator=generator) for name, size in sizes.items()}
+    for name, value in values.items():
+        writer.add_tensor(f"{name}.weight", value.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert main(["convert", str(tmp_path / "tiny.gguf"), str(tmp_path / "out")]) == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert model.dtype == torch.bfloat16
+    assert torch.equal(model.model.layers[0].mlp.up_proj.weight, values["blk.0.ffn_up"].bfloat16())
+
+
 def test_tasks_are_shown_with_prompt_answer_and_score(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tasks"]) == 0
     shown = capsys.readouterr().out

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `logra train`, `logra eval`, `logra tasks`."""
+"""The command line: `logra train`, `logra eval`, `logra tasks`, `logra convert`."""
 
 import sys
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any, get_type_hints
 
 from jsonargparse import ArgumentParser, Namespace
@@ -29,6 +30,10 @@ def make_parser() -> ArgumentParser:
         commands.add_subcommand(name, command, help=what)
     tasks = ArgumentParser(description="Show each generated task with an example: prompt, answer, and what scores.")
     commands.add_subcommand("tasks", tasks, help="show the generated tasks")
+    convert = ArgumentParser(description="Make a Hugging Face folder from a GGUF file, in bf16.")
+    convert.add_argument("file", help="the .gguf file")
+    convert.add_argument("folder", help="where to write; must not hold anything")
+    commands.add_subcommand("convert", convert, help="make a Hugging Face folder from a GGUF file")
     return parser
 
 
@@ -53,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
     command = parsed.subcommand
     try:
         built = parser.instantiate(parsed)
-        return {"train": _train, "eval": _eval, "tasks": _tasks}[command](built[command])
+        return {"train": _train, "eval": _eval, "tasks": _tasks, "convert": _convert}[command](built[command])
     except (ValueError, ImportError) as error:
         sys.stderr.write(f"logra {command}: {error}\n")
         return 2
@@ -75,6 +80,13 @@ def _eval(built: Namespace) -> int:
     from logra.train_command import evaluate
 
     return evaluate(settings)
+
+
+def _convert(built: Namespace) -> int:
+    from logra.convert import convert_gguf
+
+    sys.stdout.write(f"written to {convert_gguf(Path(built.file), Path(built.folder))}\n")
+    return 0
 
 
 def _tasks(_: Namespace) -> int:
