@@ -44,6 +44,7 @@ def test_the_last_box_counts_and_lists_are_no_answer() -> None:
     ],
 )  # fmt: skip
 def test_hostile_answers_are_wrong_at_once(hostile: str) -> None:
+    assert score_math("\\boxed{1+x}", "x+1") == 1  # the worker is there; starting it is no part of the grading
     start = time.monotonic()
     assert score_math(f"\\boxed{{{hostile}}}", "7") in (0.0, None)
     assert time.monotonic() - start < 1.5
