@@ -23,8 +23,14 @@ def summary(values: list[float]) -> dict[str, float]:
     return {"min": ordered[0], "median": median, "max": ordered[-1]}
 
 
-def write_result(name: str, rows: list[dict[str, Any]], ratios: dict[str, float], settings: dict[str, Any]) -> Path:
-    """Write benchmarks/results/NAME.json, whole or not at all."""
+def write_result(
+    name: str,
+    rows: list[dict[str, Any]],
+    ratios: dict[str, float],
+    settings: dict[str, Any],
+    more: dict[str, Any] | None = None,
+) -> Path:
+    """Write benchmarks/results/NAME.json, whole or not at all; `more` are keys beside rows and ratios."""
     result = {
         "command": " ".join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]]),
         "commit": _git("rev-parse", "HEAD"),
@@ -36,6 +42,7 @@ def write_result(name: str, rows: list[dict[str, Any]], ratios: dict[str, float]
         "settings": settings,
         "rows": rows,
         "ratios": ratios,
+        **(more or {}),
     }
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"

@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=4, help="counted updates of each method in a round")
     arguments = parser.parse_args()
     mixture = Mixture(settings_for("adamw", arguments.model))
-    problems = [mixture.training_problem(index)[1] for index in range(64)]
+    problems = [mixture.next_problem()[1] for _ in range(64)]
     rows = [{"prompt": [{"role": "user", "content": p.prompt}], "answer": p.answer} for p in problems]
     ours = {method: our_trainer(method, arguments.model) for method in ("adamw", "logra")}
     seconds: dict[str, list[float]] = {"trl": [], "adamw": [], "logra": []}
@@ -121,7 +121,7 @@ def main() -> None:
         for method, trainer in ours.items():
             for update in range(arguments.updates + 1):
                 start = time.perf_counter()
-                line = trainer.train_update()
+                line = trainer.train_update().line
                 if update:
                     seconds[method].append(time.perf_counter() - start)
                     phases[method].append(line["seconds"])

@@ -4,13 +4,17 @@
     python scripts/fetch_smollm2.py
     python -m benchmarks.smollm2_first_run [--cells logra adamw_3e-5 ...]
 
-Each cell is a run in runs/first_run; finished ones are kept, so the command can be stopped and given again. Greedy
-and sampled pass@1 are of 200 held-out problems. The saved model is loaded anew with plain transformers and must give
-the score and the log-probabilities that the trainer had at the end.
+Each cell is a run of its own process in runs/first_run; finished ones are kept, so the command can be stopped and given
+again. Greedy and sampled pass@1 are of 200 held-out problems. Memory is the resident memory of the process while
+learning, peak and average. The saved model is loaded anew with plain transformers and must give the score and the
+log-probabilities that the trainer had at the end.
 """
 
 import argparse
 import json
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +25,13 @@ from logra.cli import make_parser
 from logra.evaluator import Evaluator
 from logra.model import load_policy
 from logra.problems import Mixture
+from logra.progress import PlainLines
 from logra.rl.batch import collate
 from logra.rl.logprobs import token_logprobs
-from logra.rollout.transformers_engine import TransformersEngine
 from logra.run_folder import RunFolder
 from logra.run_settings import TrainSettings
-from logra.trainer import Trainer, run_training
-from logra.update_rules import add_adapters, make_rule
+from logra.train_command import Parts, assemble, make_engine
+from logra.training_run import TrainingRun
 
 CELLS = {
     "logra": ["--method.name", "logra"],
@@ -52,86 +56,73 @@ def run_cell(cell: str) -> dict[str, Any]:
     """Train one cell; greedy scores come from the run's own evaluations."""
     settings = settings_of(cell, 0.0)
     folder = RunFolder(settings)
-    torch.manual_seed(0)
-    policy = load_policy(settings.model)
-    adapted = add_adapters(policy.model, settings.method) if settings.method.name == "lora" else None
-    rule = make_rule(policy.model if adapted is None else adapted, settings.method, settings.run.seed)
-    engine = TransformersEngine(policy.causal, policy.tokenizer, policy.end_ids, policy.pad_id, torch.bfloat16)
-    sampled = Evaluator(settings_of(cell, 1.0), policy, engine, Mixture(settings))
-    trainer = Trainer(settings, policy, engine, rule)
-    lines: list[dict[str, Any]] = []
-
-    def report(line: dict[str, Any]) -> None:
-        folder.log(line)
-        lines.append(line)
-        shown = {key: line[key] for key in ("update", "reward", "evaluation") if key in line}
-        print(cell, shown, flush=True)
-
-    before = sampled().pass_at_1
-    run_training(trainer, report)
-    after = sampled().pass_at_1
-    greedy = [line["evaluation"]["pass@1"] for line in lines if "evaluation" in line]
+    parts = assemble(settings)
+    engine = make_engine(settings, parts.policy)
+    sampled = Evaluator(settings_of(cell, 1.0), parts.policy, engine, Mixture(settings))
+    before = sampled().result.pass_at_1
+    TrainingRun(parts.trainer, folder, PlainLines(settings.run.updates, sys.stdout))()
+    after = sampled().result.pass_at_1
+    lines = [json.loads(line) for line in (folder.path / "metrics.jsonl").read_text().splitlines()]
+    greedy = [[line["update"], line["evaluation"]["pass@1"]] for line in lines if "evaluation" in line]
     updates = [line for line in lines if "evaluation" not in line]
-    model = policy.model if adapted is None else adapted.merge_and_unload()
-    saved = folder.save_model("model", model, policy.tokenizer)
-    phases = updates[0]["seconds"]
+    saved = folder.save_model("model", lambda path: parts.write(path, parts.trainer.update, {}))
+    memory = [line["memory"]["learning"] for line in updates]
     return {
         "method": cell,
         "dtype": "bf16 autocast",
-        "greedy_before": greedy[0],
-        "greedy_after": greedy[-1],
+        "greedy_before": greedy[0][1],
+        "greedy_after": greedy[-1][1],
         "sampled_before": before,
         "sampled_after": after,
         "curve": [[line["update"], line["pass_rate"]] for line in updates],
-        "greedy_curve": [[line["update"], line["evaluation"]["pass@1"]] for line in lines if "evaluation" in line],
-        "seconds": {phase: summary([line["seconds"][phase] for line in updates]) for phase in phases},
-        "checkpoint": check(saved, settings, policy, engine, greedy[-1]),
+        "greedy_curve": greedy,
+        "seconds": {phase: summary([line["seconds"][phase] for line in updates]) for phase in updates[0]["seconds"]},
+        "peak_training_bytes": max(each["peak_bytes"] for each in memory),
+        "average_training_bytes": sum(each["average_bytes"] for each in memory) // len(memory),
+        "checkpoint": check(saved, parts, greedy[-1][1]),
     }
 
 
-def check(
-    saved: Path, settings: TrainSettings, policy: Any, engine: TransformersEngine, score: float
-) -> dict[str, Any]:
+def check(saved: Path, parts: Parts, score: float) -> dict[str, Any]:
     """What the saved model gives when plain transformers loads it, beside what the trainer has."""
-    from dataclasses import replace
-
+    settings, policy = parts.trainer.settings, parts.policy
     mixture = Mixture(settings)
     loaded = load_policy(replace(settings.model, name=str(saved)))
-    again = TransformersEngine(loaded.causal, loaded.tokenizer, loaded.end_ids, loaded.pad_id, torch.bfloat16)
-    evaluator = Evaluator(settings, policy, engine, mixture)
-    samples = engine.generate(evaluator.prompts[:16], evaluator.sampling, 0)
+    evaluator = Evaluator(settings, policy, make_engine(settings, policy), mixture)
+    samples = evaluator.engine.generate(evaluator.prompts[:16], evaluator.sampling, 0)
     batch = collate(samples, range(len(samples)), policy.pad_id, "cpu")
     logprobs = []
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         for causal in (policy.causal, loaded.causal):
             causal.model.eval()
             logprobs.append(token_logprobs(causal, batch, 1.0).logprobs)
+    again = Evaluator(settings, loaded, make_engine(settings, loaded), mixture)
     return {
         "largest_logprob_difference": float((logprobs[0] - logprobs[1]).abs().max()),
         "trainer_score": score,
-        "loaded_score": Evaluator(settings, loaded, again, mixture)().pass_at_1,
+        "loaded_score": again().result.pass_at_1,
+        "bytes": (saved / "model.safetensors").stat().st_size,
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", nargs="+", choices=CELLS, default=list(CELLS))
+    parser.add_argument("--only", choices=CELLS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     FOLDER.mkdir(parents=True, exist_ok=True)
+    if arguments.only:
+        (FOLDER / f"{arguments.only}.json").write_text(json.dumps(run_cell(arguments.only)))
+        return
     for cell in arguments.cells:
-        done = FOLDER / f"{cell}.json"
-        if not done.exists():
-            done.write_text(json.dumps(run_cell(cell)))
-        rows = [
-            json.loads((FOLDER / f"{each}.json").read_text()) for each in CELLS if (FOLDER / f"{each}.json").exists()
-        ]
-        keys = ("greedy_before", "greedy_after", "sampled_before", "sampled_after")
+        if not (FOLDER / f"{cell}.json").exists():
+            subprocess.run([sys.executable, "-m", "benchmarks.smollm2_first_run", "--only", cell], check=True)
+        found = [FOLDER / f"{each}.json" for each in CELLS if (FOLDER / f"{each}.json").exists()]
+        rows = [json.loads(path.read_text()) for path in found]
+        keys = ("greedy_before", "greedy_after", "sampled_before", "sampled_after", "curve")
         first = next((row for row in rows if row["method"] == "logra"), rows[0])
-        print(
-            write_result(
-                "smollm2_first_run", rows, {key: first[key] for key in keys}, {"cells": [r["method"] for r in rows]}
-            )
-        )
+        more = {key: first[key] for key in keys}
+        print(write_result("smollm2_first_run", rows, {}, {"cells": [r["method"] for r in rows]}, more))
 
 
 if __name__ == "__main__":

@@ -43,9 +43,9 @@ def test_parquet(tmp_path: Path) -> None:
 
 def test_bad_rows_and_columns_are_named(tmp_path: Path) -> None:
     rows = [*ROWS, {"question": " ", "gold": "1"}, {"question": "?", "gold": None}]
-    with pytest.raises(ValueError, match=r"2 of 4 rows .* numbers begin \[3, 4\]"):
+    with pytest.raises(ValueError, match=r"2 of 4 rows .*row 3: no text or chat messages.*row 4: no answer"):
         DatasetTask("mine", Source(write(tmp_path, rows), prompt="question", answer="gold"))
-    with pytest.raises(ValueError, match=r"row 1 of .*: no column \['prompt', 'answer'\]; it has \['gold'"):
+    with pytest.raises(ValueError, match=r"row 1 of .*: no column 'prompt'; it has \['gold'"):
         DatasetTask("mine", Source(write(tmp_path, ROWS)))
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n{oops\n')
     with pytest.raises(ValueError, match=r"line 2: not JSON"):
@@ -54,6 +54,24 @@ def test_bad_rows_and_columns_are_named(tmp_path: Path) -> None:
         DatasetTask("mine", Source(str(tmp_path / "absent.jsonl")))
     with pytest.raises(ValueError, match="has no rows"):
         DatasetTask("mine", Source(write(tmp_path, [])))
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "content is a list "),
+        ({"prompt": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]}, "role 'assistant'"),
+        ({"prompt": [{"role": "user", "content": "?"}, {"role": "tool", "content": "!"}]}, "role 'tool'"),
+        ({"prompt": [{"role": "user", "content": "?", "tool_calls": [1]}]}, "role 'user'; only"),
+        ({"prompt": "?", "images": ["a.png"]}, "column 'images' is not empty"),
+        ({"prompt": "?", "tools": [{"name": "search"}]}, "column 'tools' is not empty"),
+    ],
+)
+def test_turns_tools_and_images_are_refused(row: dict[str, Any], why: str, tmp_path: Path) -> None:
+    good: dict[str, Any] = {"prompt": "1+1?", "answer": "2", "images": None, "tools": []}
+    with pytest.raises(ValueError, match=f"row 2 of .*{why}.*single-turn text is what can be trained on"):
+        DatasetTask("mine", Source(write(tmp_path, [good, row | {"answer": "2"}]), drop_bad=True))
+    assert len(DatasetTask("mine", Source(write(tmp_path, [good])))) == 1
 
 
 REWARDS = """

@@ -6,6 +6,7 @@ import pytest
 
 from logra.evaluation import evaluate, pass_at_k
 from logra.rl.batch import Sample
+from logra.run_settings import EvaluationSettings
 
 
 @pytest.mark.parametrize("samples", range(1, 7))
@@ -51,3 +52,15 @@ def test_one_sample_has_no_majority_and_no_verdict_is_an_error() -> None:
     assert (result.pass_at_1, result.majority, result.pass_at_k) == (0.5, None, {})
     with pytest.raises(ValueError, match="no sample of the evaluation has a verdict"):
         evaluate(*drawn({0: [("7", None)]}))
+
+
+def test_the_papers_preset_and_settings_that_contradict_it() -> None:
+    paper = EvaluationSettings(preset="paper")
+    assert (paper.samples, paper.temperature, paper.top_p) == (4, 0.7, 0.7)
+    assert EvaluationSettings(preset="paper", samples=4).samples == 4
+    with pytest.raises(ValueError, match="samples is 8, but preset 'paper' sets it to 4"):
+        EvaluationSettings(preset="paper", samples=8)
+    with pytest.raises(ValueError, match="at temperature 0 they are all equal"):
+        EvaluationSettings(samples=4)
+    with pytest.raises(ValueError, match="top_p is 0"):
+        EvaluationSettings(top_p=0.0)

@@ -111,8 +111,14 @@ def test_reference_kl_value_and_gradient_on_a_tabular_policy() -> None:
     probabilities = logits.softmax(0).detach()
     value = (probabilities * reference_kl_value(logprobs, reference_logprobs)).sum()
     assert torch.allclose(value, exact(logits), rtol=1e-12)
-    (got,) = torch.autograd.grad((probabilities * reference_kl_loss(logprobs, reference_logprobs)).sum(), logits)
+    drawn = Tokens(logprobs, logprobs.detach(), logprobs.detach(), torch.zeros(6), torch.arange(6))
+    (got,) = torch.autograd.grad((probabilities * reference_kl_loss(drawn, reference_logprobs)).sum(), logits)
     (wanted,) = torch.autograd.grad(exact(logits), logits)
+    assert torch.allclose(got, wanted, rtol=1e-10)
+    # Tokens drawn from an older policy: the ratio makes up for it.
+    older = torch.randn(6, generator=generator, dtype=torch.float64).log_softmax(0)
+    drawn = Tokens(logits.log_softmax(0), older, older, torch.zeros(6), torch.arange(6))
+    (got,) = torch.autograd.grad((older.exp() * reference_kl_loss(drawn, reference_logprobs)).sum(), logits)
     assert torch.allclose(got, wanted, rtol=1e-10)
     # The control: differentiating the value's estimator gives another gradient.
     difference = reference_logprobs - logits.log_softmax(0)

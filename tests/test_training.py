@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from logra.cli import main
+from logra.metrics import METRICS
 from logra.problems import Mixture
 from logra.run_settings import (
     EvaluationSettings,
@@ -41,9 +42,14 @@ def test_every_method_trains_and_leaves_a_loadable_model(method: str, tmp_path: 
 
     lines = run(tmp_path, "--method.name", method, "--method.lr", "1e-3", "--learning.skip_equal_groups", "false")
     assert [line["update"] for line in lines] == [0, 1, 2, 2]
+    for line in lines:
+        assert set(line) <= set(METRICS)
     updates = [line for line in lines if "evaluation" not in line]
     for line in updates:
         assert line["samples"] == 16
+        assert line["memory"]["learning"]["peak_bytes"] >= line["memory"]["learning"]["average_bytes"] > 0
+        assert min(line["tokens_per_second"].values()) > 0
+        assert line["logprob_gap_p95"] >= line["logprob_gap_absolute"] * 0.5
         assert 0 <= line["pass_rate"] <= 1
         assert line["logprob_gap_absolute"] < 0.05
         assert line["steps"] == 1
@@ -68,6 +74,9 @@ def test_every_method_trains_and_leaves_a_loadable_model(method: str, tmp_path: 
         ["--learning.advantage", "batch_normalised", "--model.compute", "fp32", "--model.weights", "bfloat16"],
         ["--learning.advantage", "leave_one_out", "--model.gradient_checkpointing", "true"],
         ["--method.logra.storage", "split", "--method.schedule", "cosine", "--method.warmup_updates", "1"],
+        ["--rollout.refill", "2", "--learning.format_pattern", "^[0-9]", "--learning.overlong_tokens", "3"],
+        ["--learning.reference_kl", "0.1", "--learning.loss", "clipped", "--learning.updates_per_batch", "2"],
+        ["--evaluation.preset", "paper", "--evaluation.also_greedy", "true", "--evaluation.names", '{"gcd": 1.0}'],
     ],
 )
 def test_variants_run(arguments: list[str], tmp_path: Path) -> None:
@@ -78,6 +87,75 @@ def test_variants_run(arguments: list[str], tmp_path: Path) -> None:
 def test_in_fp32_rollout_and_trainer_agree_to_1e_5(tmp_path: Path) -> None:
     lines = run(tmp_path, "--model.compute", "fp32", "--rollout.temperature", "0.6")
     assert max(line["logprob_gap_absolute"] for line in lines if "evaluation" not in line) < 1e-5
+
+
+def test_at_step_size_0_nothing_moves_for_20_updates(tmp_path: Path) -> None:
+    """The gap between rollout and trainer is what it was, and so is the policy."""
+    from safetensors.torch import load_file
+
+    from logra.model import TINY
+
+    still = ["--method.logra.lr", "0", "--run.updates", "20", "--learning.skip_equal_groups", "false"]
+    lines = run(tmp_path, *still, "--evaluation.temperature", "1")
+    gaps = [line["logprob_gap_absolute"] for line in lines if "evaluation" not in line]
+    assert max(gaps[10:]) <= 2 * max(gaps[:10]) + 1e-6 < 0.02
+    scores = [line["evaluation"] for line in lines if "evaluation" in line]
+    assert scores[0] == scores[1]
+    saved, start = load_file(tmp_path / "run" / "model" / "model.safetensors"), load_file(TINY / "model.safetensors")
+    assert all(torch.equal(saved[name].float(), start[name].float()) for name in start)
+
+
+def test_a_reference_model_holds_the_policy_back(tmp_path: Path) -> None:
+    """Its divergence is 0 before the first step and grows; a large weight keeps it small."""
+    common = ["--run.updates", "12", "--method.name", "adamw", "--method.lr", "1e-3", "--rollout.prompts", "16"]
+    common += ["--model.compute", "fp32", "--learning.skip_equal_groups", "false"]
+    free, held = (
+        [
+            line["reference_kl"]
+            for line in run(tmp_path / weight, *common, "--learning.reference_kl", weight)
+            if "reference_kl" in line
+        ]
+        for weight in ("1e-9", "0.3")
+    )
+    assert abs(free[0]) < 1e-6
+    assert abs(held[0]) < 1e-6
+    assert sum(free[6:]) > 1.5 * sum(held[6:]) > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "why"),
+    [
+        (["--evaluation.stop_at", "0.01", "--evaluation.temperature", "1"], 0, "reached evaluation.stop_at 0.01"),
+        (["--evaluation.patience", "1", "--method.logra.lr", "0"], 1, "no better pass@1 in 1 evaluations"),
+        (["--run.stop_after_alarms", "2", "--rollout.max_tokens", "1"], 1, "alarm all_truncated in 2 updates in a row"),
+    ],
+)
+def test_a_run_may_end_early_and_says_why(
+    arguments: list[str], code: int, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quick = [*QUICK, "--run.updates", "6", "--evaluation.every", "1", "--evaluation.problems", "40"]
+    assert main(["train", *quick, "--run.folder", str(tmp_path / "run"), *arguments]) == code
+    told = capsys.readouterr().out
+    assert why in told
+    assert "of 6" in told
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert 1 <= lines[-1]["update"] < 6
+    assert "evaluation" in lines[-1]
+    assert (tmp_path / "run" / "model" / "config.json").exists()
+
+
+def test_samples_are_written_down_right_and_wrong(tmp_path: Path) -> None:
+    run(tmp_path, "--evaluation.problems", "40", "--evaluation.temperature", "1", "--run.samples_logged", "5")
+    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    training = [sample for sample in samples if sample["phase"] == "training"]
+    assert [sample["update"] for sample in training] == [1] * 5 + [2] * 5
+    for update in (0, 2):
+        shown = [each["score"] for each in samples if each["phase"] == "evaluation" and each["update"] == update]
+        assert shown == sorted(shown, reverse=True)
+        assert set(shown) == {0.0, 1.0}
+        assert len(shown) <= 10
+    for sample in samples:
+        assert (sample["completion"].strip() == sample["answer"]) == (sample["score"] == 1)
 
 
 def test_the_same_seed_is_the_same_run_and_another_is_not(tmp_path: Path) -> None:
@@ -147,14 +225,15 @@ def test_held_out_problems_are_never_trained_on() -> None:
     settings = TrainSettings(task=TaskSettings(names={"sums": 1.0, "times": 1.0}))
     mixture = Mixture(settings)
     held_out = {problem.prompt for _, problem in mixture.held_out}
-    trained = [mixture.training_problem(index)[1].prompt for index in range(500)]
+    trained = [mixture.next_problem()[1].prompt for _ in range(500)]
     assert not held_out & set(trained)
-    assert trained == [Mixture(settings).training_problem(index)[1].prompt for index in range(500)]
+    again = Mixture(settings)
+    assert trained == [again.next_problem()[1].prompt for _ in range(500)]
     everything = TrainSettings(
         task=TaskSettings(knobs={"sums": {"max_value": 1}}), evaluation=EvaluationSettings(problems=200)
     )
     with pytest.raises(ValueError, match="held-out problems leave almost none"):
-        Mixture(everything).training_problem(0)
+        Mixture(everything).next_problem()
 
 
 def test_help_and_printed_settings_name_every_field(capsys: pytest.CaptureFixture[str]) -> None:

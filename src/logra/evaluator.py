@@ -2,12 +2,60 @@
 """Scoring a policy on the held-out problems, always the same ones with the same random numbers."""
 
 import math
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from typing import Any
 
 from logra.evaluation import EvaluationResult, evaluate
 from logra.model import Policy
 from logra.problems import Mixture, score_by_task
+from logra.rl.batch import Sample
 from logra.rollout.engine import Prompt, RolloutEngine, Sampling
 from logra.run_settings import TrainSettings
+from logra.tasks.task import Problem
+
+
+@dataclass(frozen=True)
+class ScoredSample:
+    """One completion of a held-out problem; `score` is None without a verdict."""
+
+    task: str
+    problem: Problem
+    sample: Sample
+    score: float | None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Scores on the held-out problems.
+
+    Attributes:
+        result: over all of them.
+        by_task: pass@1 of each task; empty if there is one task.
+        greedy: pass@1 of greedy completions, if asked for.
+        samples: everything that was scored, greedy completions aside.
+    """
+
+    result: EvaluationResult
+    by_task: dict[str, float]
+    greedy: float | None
+    samples: list[ScoredSample]
+
+    def scores(self) -> dict[str, Any]:
+        """The numbers by name, as metrics.jsonl has them."""
+        result = self.result
+        scores: dict[str, Any] = {"pass@1": result.pass_at_1}
+        scores |= {f"pass@{k}": value for k, value in result.pass_at_k.items()}
+        scores |= {} if result.majority is None else {"majority": result.majority}
+        scores |= {} if self.greedy is None else {"greedy": self.greedy}
+        scores |= {"by_task": self.by_task} if self.by_task else {}
+        return scores | {"problems": result.problems, "ungraded": result.ungraded}
+
+    def right_and_wrong(self, count: int) -> list[ScoredSample]:
+        """Up to `count` right samples and as many wrong ones."""
+        right = [each for each in self.samples if each.score is not None and each.score >= 1]
+        wrong = [each for each in self.samples if each.score is not None and each.score < 1]
+        return right[:count] + wrong[:count]
 
 
 class Evaluator:
@@ -16,6 +64,7 @@ class Evaluator:
     def __init__(self, settings: TrainSettings, policy: Policy, engine: RolloutEngine, mixture: Mixture) -> None:
         self.engine, self.held_out = engine, mixture.held_out
         chosen, rollout = settings.evaluation, settings.rollout
+        self.also_greedy = chosen.also_greedy
         self.prompts = [
             Prompt(group, policy.encode(problem, settings.task), group * chosen.samples, chosen.samples)
             for group, (_, problem) in enumerate(self.held_out)
@@ -30,9 +79,32 @@ class Evaluator:
             purpose="evaluation",
         )
 
-    def __call__(self) -> EvaluationResult:
+    def __call__(self) -> Evaluation:
         """The policy's scores as it is now."""
-        samples = self.engine.generate(self.prompts, self.sampling, 0)
+        scored = self._scored(self.prompts, self.sampling)
+        by_task: dict[str, list[ScoredSample]] = defaultdict(list)
+        for each in scored:
+            by_task[each.task].append(each)
+        shares = {
+            name: _summary(part).pass_at_1
+            for name, part in by_task.items()
+            if len(by_task) > 1 and any(each.score is not None for each in part)
+        }
+        greedy = None
+        if self.also_greedy:
+            once = [replace(prompt, first_sample_id=prompt.group_id, samples=1) for prompt in self.prompts]
+            greedy = _summary(self._scored(once, replace(self.sampling, temperature=0.0))).pass_at_1
+        return Evaluation(_summary(scored), shares, greedy, scored)
+
+    def _scored(self, prompts: list[Prompt], sampling: Sampling) -> list[ScoredSample]:
+        samples = self.engine.generate(prompts, sampling, 0)
         tasks, problems = zip(*(self.held_out[sample.group_id] for sample in samples), strict=True)
         scores = score_by_task(tasks, problems, samples)
-        return evaluate(samples, [None if math.isnan(score) else score for score in scores])
+        return [
+            ScoredSample(task.name, problem, sample, None if math.isnan(score) else score)
+            for task, problem, sample, score in zip(tasks, problems, samples, scores, strict=True)
+        ]
+
+
+def _summary(scored: list[ScoredSample]) -> EvaluationResult:
+    return evaluate([each.sample for each in scored], [each.score for each in scored])

@@ -25,6 +25,7 @@ class Policy:
         causal: its body and head.
         end_ids: every id that ends a completion.
         pad_id: what padding is filled with; masked by length, so it may be an end id.
+        device: "cpu" or "cuda".
     """
 
     model: Any
@@ -32,6 +33,7 @@ class Policy:
     causal: CausalModel
     end_ids: frozenset[int]
     pad_id: int
+    device: str = "cpu"
 
     def encode(self, problem: Problem, task: TaskSettings) -> tuple[int, ...]:
         """The ids of a problem's prompt, through the chat template where there is one."""
@@ -52,7 +54,19 @@ class Policy:
         return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def load_policy(settings: ModelSettings, device: str = "cpu") -> Policy:
+def chosen_device(settings: ModelSettings) -> str:
+    """The GPU ("cuda") if there is one and it is not declined, else "cpu".
+
+    Raises:
+        ValueError: a GPU is asked for and there is none.
+    """
+    has_gpu = torch.cuda.is_available()
+    if settings.device == "cuda" and not has_gpu:
+        raise ValueError("model.device is 'cuda', but torch sees no GPU; use 'auto' or 'cpu'")
+    return "cuda" if has_gpu and settings.device != "cpu" else "cpu"
+
+
+def load_policy(settings: ModelSettings) -> Policy:
     """Load model and tokenizer.
 
     Raises:
@@ -60,6 +74,7 @@ def load_policy(settings: ModelSettings, device: str = "cpu") -> Policy:
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    device = chosen_device(settings)
     place = str(TINY) if settings.name == "tiny" else settings.name
     common: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code}
     try:
@@ -86,7 +101,7 @@ def load_policy(settings: ModelSettings, device: str = "cpu") -> Policy:
     causal.check()
     end_ids = _end_ids(model, tokenizer)
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(end_ids)
-    return Policy(model, tokenizer, causal, end_ids, int(pad_id))
+    return Policy(model, tokenizer, causal, end_ids, int(pad_id), device)
 
 
 def _switch_dropout_off(model: Any) -> None:

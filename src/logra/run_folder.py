@@ -4,6 +4,7 @@
 import json
 import os
 import shutil
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -37,15 +38,20 @@ class RunFolder:
 
     def log(self, line: dict[str, Any]) -> None:
         """Append one line to metrics.jsonl."""
-        with (self.path / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        self._append("metrics.jsonl", [line])
 
-    def save_model(self, name: str, model: Any, tokenizer: Any) -> Path:
-        """An ordinary Hugging Face folder with model, tokenizer and generation settings."""
+    def log_samples(self, lines: list[dict[str, Any]]) -> None:
+        """Append lines to samples.jsonl."""
+        self._append("samples.jsonl", lines)
+
+    def save_model(self, name: str, write: Callable[[Path], None]) -> Path:
+        """Let `write` fill a folder under another name, and rename it when it is complete.
+
+        The folder that it replaces, and checkpoints beyond the last `run.keep`, go only then.
+        """
         final, temporary = self.path / name, self.path / f"{name}.tmp"
         shutil.rmtree(temporary, ignore_errors=True)
-        model.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
+        write(temporary)
         shutil.rmtree(final, ignore_errors=True)
         os.replace(temporary, final)
         numbered = [path for path in self.path.glob("checkpoint-*") if path.name.split("-")[1].isdigit()]
@@ -53,6 +59,10 @@ class RunFolder:
         for old in checkpoints[: -self.keep]:
             shutil.rmtree(old)
         return final
+
+    def _append(self, name: str, lines: list[dict[str, Any]]) -> None:
+        with (self.path / name).open("a") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
 
     def _write_json(self, name: str, value: Any) -> None:
         temporary = self.path / f"{name}.tmp"

@@ -5,6 +5,7 @@ Every value is checked at construction, before any model loads; a message names 
 allowed and the remedy.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -38,6 +39,7 @@ class ModelSettings:
     attention: str = setting("sdpa", "Attention kernel of transformers.", ("sdpa", "eager", "flash_attention_2"))
     gradient_checkpointing: bool = setting(False, "Recompute blocks in backward instead of keeping their activations.")
     trust_remote_code: bool = setting(False, "Run Python code that comes with the model.")
+    device: str = setting("auto", "Where it runs; auto: the GPU if there is one.", ("auto", "cpu", "cuda"))
 
     def __post_init__(self) -> None:
         check_section(self)
@@ -49,12 +51,19 @@ class TaskSettings:
 
     names: dict[str, float] = setting(
         {"sums": 1.0},
-        "Tasks by name, with their shares of the prompts: generated ones (see `logra tasks`) or `sources`.",
+        "Tasks by name, with their shares of the prompts: generated ones, known sets (see `logra tasks`), `sources`.",
     )
     sources: dict[str, dict[str, Any]] = setting(
-        {}, "Tasks from data: name -> path (.jsonl, .parquet or hub name), prompt, answer, split, name, rewards."
+        {},
+        "Tasks from data: name -> path (.jsonl, .parquet or hub name), prompt, answer, gold, split, name, rewards, "
+        "drop_bad. For a known set, what differs from it.",
     )
     knobs: dict[str, dict[str, Any]] = setting({}, "Difficulty of generated tasks, by task name.")
+    levels: dict[str, list[dict[str, Any]]] = setting(
+        {}, "Curriculum of generated tasks: name -> knobs of each level, easiest first; they replace `knobs`."
+    )
+    promote_at: float = setting(0.8, "Pass rate at which a task goes on to its next level.", least=0.0)
+    promote_samples: int = setting(256, "Latest graded samples of a level that this pass rate is of.", least=1)
     system_prompt: str | None = setting(None, "System message before each prompt, if the model has a chat template.")
     suffix: str = setting("", "Text after each prompt, such as 'Answer with the number only.'")
 
@@ -62,12 +71,13 @@ class TaskSettings:
         check_section(self)
         if not self.names or any(not share > 0 for share in self.names.values()):
             raise ValueError(f"names is {self.names}; give at least one task, each with a share above 0")
-        unused = sorted(set(self.sources) - set(self.names))
-        if unused:
-            raise ValueError(f"sources describes {unused}, which are not among the tasks {sorted(self.names)}")
-        unknown = sorted(set(self.knobs) - set(self.names))
-        if unknown:
-            raise ValueError(f"knobs names {unknown}, which are not among the tasks {sorted(self.names)}")
+        both = sorted(set(self.levels) & (set(self.knobs) | set(self.sources)))
+        if both:
+            raise ValueError(f"levels of {both} replace knobs and are for generated tasks; name a task in one place")
+        if any(not steps for steps in self.levels.values()):
+            raise ValueError(f"levels is {self.levels}; give each task at least one set of knobs")
+        if self.promote_at > 1:
+            raise ValueError(f"promote_at is {self.promote_at}; it is a share, at most 1")
 
 
 @dataclass(frozen=True)
@@ -76,6 +86,9 @@ class RolloutSettings:
 
     prompts: int = setting(16, "Prompts per update.", least=1)
     samples: int = setting(8, "Completions per prompt (paper: 1).", least=1)
+    refill: int = setting(
+        0, "Times that prompts whose scores are all equal are replaced by new ones (DAPO's dynamic sampling).", least=0
+    )
     max_tokens: int = setting(64, "Tokens of a completion at most.", least=1)
     temperature: float = setting(1.0, "Divides the logits, in the rollout and in every log-probability.")
     top_p: float = setting(1.0, "Must be 1 for training: a filtered sampler draws from another policy than is trained.")
@@ -116,6 +129,15 @@ class LearningSettings:
     negative_outcome: float | None = setting(
         None, "If given, a score is 1 at 1 or more and this below (paper: -0.01); none: scores as they are."
     )
+    format_pattern: str | None = setting(None, "Regular expression that a well-formed completion matches somewhere.")
+    format_reward: float = setting(0.1, "Added to the shaped score of a completion that matches format_pattern.")
+    overlong_tokens: int = setting(
+        0, "Last tokens before the limit over which the shaped score falls (DAPO: 4096 of 20480); 0: none.", least=0
+    )
+    overlong_penalty: float = setting(1.0, "How far it falls at the limit.", least=0.0)
+    reference_kl: float = setting(
+        0.0, "Weight of the KL divergence from the model as it was at start; above 0 a copy of it is kept.", least=0.0
+    )
 
     def __post_init__(self) -> None:
         check_section(self)
@@ -124,6 +146,11 @@ class LearningSettings:
                 f"loss 'policy_gradient' takes one update per batch, but updates_per_batch is {self.updates_per_batch} "
                 f"and minibatches {self.minibatches}; choose loss 'clipped', 'sequence' or 'cispo', or set both to 1"
             )
+        if self.format_pattern is not None:
+            try:
+                re.compile(self.format_pattern)
+            except re.error as error:
+                raise ValueError(f"format_pattern {self.format_pattern!r} is no regular expression: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -150,19 +177,44 @@ class MethodSettings:
         check_section(self)
 
 
+PRESETS: dict[str, dict[str, Any]] = {"paper": {"samples": 4, "temperature": 0.7, "top_p": 0.7}}
+
+
 @dataclass(frozen=True)
 class EvaluationSettings:
     """Held-out problems, before, during and after."""
 
+    names: dict[str, float] = setting(
+        {}, "Tasks of the evaluation with their shares; none: problems held out from the training tasks."
+    )
     problems: int = setting(200, "Held-out problems.", least=1)
     every: int = setting(10, "Updates between evaluations; 0: only before and after.", least=0)
+    preset: str = setting("none", "paper: 4 samples, temperature 0.7, top-p 0.7.", ("none", *PRESETS))
     samples: int = setting(1, "Completions per problem (paper: 4); pass@k for k up to this.", least=1)
     temperature: float = setting(0.0, "0: greedy (paper: 0.7).", least=0.0)
     top_p: float = setting(1.0, "Smallest set of this mass (paper: 0.7).")
     top_k: int = setting(0, "The k most probable ids; 0: all.", least=0)
+    also_greedy: bool = setting(False, "Score one greedy completion of each problem as well.")
+    stop_at: float | None = setting(None, "End the run once pass@1 reaches this.", least=0.0)
+    patience: int = setting(0, "End the run after this many evaluations without a better pass@1; 0: never.", least=0)
 
     def __post_init__(self) -> None:
         check_section(self)
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
+        if any(not share > 0 for share in self.names.values()):
+            raise ValueError(f"names is {self.names}; every share must be above 0")
+        if self.preset != "none":
+            self._take_preset()
+        if self.temperature == 0 and self.samples > 1:
+            raise ValueError(f"samples is {self.samples}, but at temperature 0 they are all equal; use temperature 0.7")
+
+    def _take_preset(self) -> None:
+        plain = {spec.name: spec.default for spec in fields(self)}
+        for name, value in PRESETS[self.preset].items():
+            if getattr(self, name) not in (plain[name], value):
+                raise ValueError(f"{name} is {getattr(self, name)}, but preset {self.preset!r} sets it to {value}")
+            object.__setattr__(self, name, value)
 
 
 @dataclass(frozen=True)
@@ -175,9 +227,20 @@ class RunSettings:
     save_every: int = setting(0, "Updates between checkpoints of the model; 0: only the final model.", least=0)
     keep: int = setting(2, "Latest checkpoints kept; beside them, the best by evaluation.", least=1)
     overwrite: bool = setting(False, "Whether a folder that holds a run may be replaced.")
+    samples_logged: int = setting(
+        8, "Samples of each update, and right and wrong ones of each evaluation, that go to samples.jsonl.", least=0
+    )
+    alarm_entropy: float = setting(0.05, "Alarm when entropy falls below this share of its first values.", least=0.0)
+    alarm_gap: float = setting(
+        0.5, "Alarm when the 95th percentile of |rollout - trainer log-prob| exceeds this, nats.", least=0.0
+    )
+    stop_after_alarms: int = setting(0, "End the run after so many updates in a row with an alarm; 0: never.", least=0)
+    push_to_hub: str | None = setting(None, "Name of a hub repository that gets the final model, such as me/model.")
 
     def __post_init__(self) -> None:
         check_section(self)
+        if self.push_to_hub is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", self.push_to_hub):
+            raise ValueError(f"push_to_hub is {self.push_to_hub!r}; it must be owner/name")
 
 
 @dataclass(frozen=True)
@@ -193,6 +256,11 @@ class TrainSettings:
     run: RunSettings = field(default_factory=RunSettings)
 
     def __post_init__(self) -> None:
+        tasks = self.task.names | self.evaluation.names
+        for field_name in ("sources", "knobs", "levels"):
+            unused = sorted(set(getattr(self.task, field_name)) - set(tasks))
+            if unused:
+                raise ValueError(f"task.{field_name} names {unused}, which are not among the tasks {sorted(tasks)}")
         grouped = self.learning.advantage in ("group_mean", "group_normalised", "leave_one_out")
         if grouped and self.rollout.samples == 1:
             raise ValueError(
@@ -201,6 +269,12 @@ class TrainSettings:
             )
         if self.rollout.samples == 1 and self.learning.skip_equal_groups:
             raise ValueError("skip_equal_groups would leave out every group of one sample; set it to false")
+        if self.rollout.samples == 1 and self.rollout.refill:
+            raise ValueError("refill replaces groups whose scores are all equal; it needs at least 2 rollout.samples")
+        if self.learning.overlong_tokens > self.rollout.max_tokens:
+            raise ValueError(
+                f"overlong_tokens is {self.learning.overlong_tokens}, more than max_tokens {self.rollout.max_tokens}"
+            )
         if self.rollout.prompts < self.learning.minibatches:
             raise ValueError(
                 f"minibatches is {self.learning.minibatches}, more than the {self.rollout.prompts} prompts of an update"

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from logra.config import DEFAULT_TARGETS
 from logra.optim.optimizer import LograOptimizer
@@ -40,6 +41,10 @@ class UpdateRule(Protocol):
         """Change the weights, and drop the gradients."""
         ...
 
+    def computing_weights(self) -> dict[str, Tensor]:
+        """By name, what bf16 compute uses where that is not the weight rounded to nearest."""
+        ...
+
 
 class LograRule:
     """`LograOptimizer` in its plain form."""
@@ -55,6 +60,15 @@ class LograRule:
             return StepReport(proposal.sketch_norm, False)
         applied = self.optimizer.apply()
         return StepReport(applied.sketch_norm, True, applied.realised_stored, applied.realised_compute)
+
+    def computing_weights(self) -> dict[str, Tensor]:
+        """The dithered copies, if the optimizer keeps them."""
+        found = {}
+        for layer in self.optimizer.sketches.layers.values():
+            if layer.compute_copy is not None:
+                copy = layer.compute_copy
+                found[f"{layer.name}.weight"] = copy.T.contiguous() if layer.transposed else copy
+        return found
 
 
 class DenseRule:
@@ -79,6 +93,10 @@ class DenseRule:
             self.optimizer.step()
         self.optimizer.zero_grad()
         return StepReport(norm, applied)
+
+    def computing_weights(self) -> dict[str, Tensor]:
+        """None."""
+        return {}
 
 
 def add_adapters(model: Any, settings: MethodSettings) -> Any:

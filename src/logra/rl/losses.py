@@ -95,13 +95,14 @@ KINDS: dict[str, Callable[[Tokens, LossSettings], Tensor]] = {
 }
 
 
-def reference_kl_loss(trainer_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """[N], (log pi - log pi_ref)^2 / 2, whose gradient is an unbiased one of the reverse KL.
+def reference_kl_loss(tokens: Tokens, reference_logprobs: Tensor) -> Tensor:
+    """[N], r (log pi - log pi_ref)^2 / 2, r = pi / pi_old detached: its gradient is unbiased for the reverse KL.
 
-    Its value is not the KL; `reference_kl_value` is. Differentiating that estimator instead would
-    give a biased gradient.
+    Its value is not the KL; `reference_kl_value` is. Differentiating that estimator instead would give a biased
+    gradient; r corrects for tokens drawn before earlier updates on the same batch.
     """
-    return 0.5 * (trainer_logprobs - reference_logprobs).square()
+    ratio = _ratio(tokens.trainer_logprobs, tokens.old_logprobs).detach()
+    return 0.5 * ratio * (tokens.trainer_logprobs - reference_logprobs).square()
 
 
 def reference_kl_value(trainer_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:

@@ -2,22 +2,40 @@
 """From a task's name to the task."""
 
 from dataclasses import fields
+from typing import Any
 
 from logra.run_settings import TaskSettings
 from logra.tasks.dataset import DatasetTask, Source
-from logra.tasks.generated import generated_task
+from logra.tasks.generated import PLAIN, SCORERS, generated_task
+from logra.tasks.known_sets import KNOWN_SETS
 from logra.tasks.task import Task
 
 
-def make_task(name: str, settings: TaskSettings, seed: int) -> Task:
-    """The task of that name: from a source if settings describe one, else generated from `seed`.
+def is_from_data(name: str, settings: TaskSettings) -> bool:
+    """Whether the task's problems are the rows of a set."""
+    return name in settings.sources or name in KNOWN_SETS
+
+
+def make_task(name: str, settings: TaskSettings, seed: int, knobs: dict[str, Any] | None = None) -> Task:
+    """The task of that name: from a source if settings describe one, a known set, else generated from `seed`.
+
+    Args:
+        name: of the task.
+        settings: with its source or knobs.
+        seed: of generated problems.
+        knobs: instead of those of the settings.
 
     Raises:
         ValueError: name, source or knobs lead nowhere; the message says what is allowed.
     """
-    if name not in settings.sources:
-        return generated_task(name, seed, settings.knobs.get(name))
-    described = settings.sources[name]
+    if not is_from_data(name, settings):
+        if name not in PLAIN and name not in SCORERS:
+            raise ValueError(
+                f"task {name!r} is not known; generated tasks are {sorted([*SCORERS, *PLAIN])}, known sets "
+                f"{sorted(KNOWN_SETS)}; others need an entry in task.sources"
+            )
+        return generated_task(name, seed, settings.knobs.get(name) if knobs is None else knobs)
+    described = KNOWN_SETS.get(name, {}) | settings.sources.get(name, {})
     known = [spec.name for spec in fields(Source)]
     unknown = sorted(set(described) - set(known))
     if unknown or "path" not in described:

@@ -53,6 +53,8 @@ class ReasoningGymTask:
         ImportError: the package reasoning-gym is missing; the message says how to install it.
     """
 
+    finite = False
+
     def __init__(self, name: str, seed: int = 0, knobs: dict[str, Any] | None = None) -> None:
         if name not in SCORERS:
             raise ValueError(f"task {name!r} is not known; generated tasks are {sorted([*SCORERS, *PLAIN])}")
@@ -82,6 +84,8 @@ class ReasoningGymTask:
 
 class PlainArithmetic:
     """`sums` ("7+5=") or `times` ("7*5=") of numbers up to `max_value`: what the embedded tiny policy trains on."""
+
+    finite = False
 
     def __init__(self, name: str, seed: int = 0, knobs: dict[str, Any] | None = None) -> None:
         knobs = dict(knobs or {})

@@ -57,6 +57,11 @@ def load_reward(name: str) -> Reward:
     return function
 
 
+def gold_fails(name: str, gold: str) -> bool:
+    """Whether a built-in reward would not pay the gold answer itself; a user's reward is not asked."""
+    return name in BUILT_IN and all(BUILT_IN[name](told, gold) != 1.0 for told in (f"\\boxed{{{gold}}}", gold))
+
+
 def call_reward(
     name: str, reward: Reward, problems: Sequence[Problem], completions: Sequence[str]
 ) -> list[float | None]:

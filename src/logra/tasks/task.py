@@ -27,6 +27,7 @@ class Task(Protocol):
     """Where problems come from. Problem i is the same in every run and on every machine."""
 
     name: str
+    finite: bool  # rows of a set, each drawn once before any comes again; else generated without end
 
     def __len__(self) -> int:
         """How many problems there are; a generated task may say a very large number."""

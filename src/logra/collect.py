@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One batch: prompts, completions, raw and shaped scores; groups without signal may be replaced."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from logra.model import Policy
+from logra.phases import Phases
+from logra.problems import Mixture, score_by_task
+from logra.rl.batch import Sample
+from logra.rl.shaping import format_bonus, outcomes, overlong_malus
+from logra.rollout.engine import Prompt, RolloutEngine, Sampling
+from logra.run_settings import TrainSettings
+from logra.tasks.task import Problem, Task
+
+
+@dataclass(frozen=True)
+class Group:
+    """The completions of one prompt; `raw` has a score each, nan for no verdict."""
+
+    task: Task
+    problem: Problem
+    samples: list[Sample]
+    raw: list[float]
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether graded samples of it differ in raw score."""
+        return len({score for score in self.raw if score == score}) > 1
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What an update learns from.
+
+    Attributes:
+        groups: as many as `rollout.prompts`.
+        samples: of all groups, in order.
+        raw: fp64 [samples], what the task gave; nan where there was no verdict.
+        shaped: fp64 [samples], what advantages are made of.
+        group_index: int64 [samples], position of the sample's group.
+        drawn: raw scores of all samples drawn, those of replaced groups included.
+        replaced: groups that were replaced for want of signal.
+    """
+
+    groups: list[Group]
+    samples: list[Sample]
+    raw: Tensor
+    shaped: Tensor
+    group_index: Tensor
+    drawn: Tensor
+    replaced: int
+
+
+class Collector:
+    """Draws batches.
+
+    Args:
+        settings: of the run.
+        policy: encodes prompts.
+        engine: draws completions with the policy's weights.
+        mixture: gives the problems.
+    """
+
+    def __init__(self, settings: TrainSettings, policy: Policy, engine: RolloutEngine, mixture: Mixture) -> None:
+        self.settings, self.policy, self.engine, self.mixture = settings, policy, engine, mixture
+        rollout = settings.rollout
+        self.sampling = Sampling(
+            temperature=rollout.temperature,
+            max_tokens=rollout.max_tokens,
+            stop=tuple(rollout.stop),
+            seed=settings.run.seed,
+        )
+
+    def __call__(self, update: int, phases: Phases) -> Batch:
+        """The batch of one update."""
+        rollout = self.settings.rollout
+        with_signal: list[Group] = []
+        without: list[Group] = []
+        for _ in range(1 + rollout.refill):
+            wanted = rollout.prompts - len(with_signal)
+            if not wanted:
+                break
+            for group in self._draw(update, wanted, len(with_signal) + len(without), phases):
+                (with_signal if group.has_signal else without).append(group)
+        missing = rollout.prompts - len(with_signal)
+        chosen = with_signal + without[len(without) - missing :]
+        return self._batch(sorted(chosen, key=lambda group: group.samples[0].group_id), with_signal + without)
+
+    def _draw(self, update: int, count: int, first: int, phases: Phases) -> list[Group]:
+        """`count` new groups, numbered from `first`."""
+        size = self.settings.rollout.samples
+        with phases.phase("rollout"):
+            asked = [self.mixture.next_problem() for _ in range(count)]
+            prompts = [
+                Prompt(group, self.policy.encode(problem, self.settings.task), group * size, size)
+                for group, (_, problem) in enumerate(asked, first)
+            ]
+            samples = self.engine.generate(prompts, self.sampling, update)
+        with phases.phase("reward"):
+            tasks, problems = zip(*(asked[sample.group_id - first] for sample in samples), strict=True)
+            raw = score_by_task(tasks, problems, samples)
+            groups = [
+                Group(task, problem, samples[place : place + size], raw[place : place + size])
+                for place, (task, problem) in zip(range(0, count * size, size), asked, strict=True)
+            ]
+            for group in groups:
+                self.mixture.record(group.task, [score >= 1 for score in group.raw if score == score])
+        return groups
+
+    def _batch(self, chosen: list[Group], drawn: Sequence[Group]) -> Batch:
+        samples = [sample for group in chosen for sample in group.samples]
+        raw = torch.tensor([score for group in chosen for score in group.raw], dtype=torch.float64)
+        index = torch.tensor([place for place, group in enumerate(chosen) for _ in group.samples])
+        everything = torch.tensor([score for group in drawn for score in group.raw], dtype=torch.float64)
+        return Batch(chosen, samples, raw, self._shape(raw, samples), index, everything, len(drawn) - len(chosen))
+
+    def _shape(self, raw: Tensor, samples: list[Sample]) -> Tensor:
+        learning = self.settings.learning
+        shaped = raw if learning.negative_outcome is None else outcomes(raw, learning.negative_outcome)
+        if learning.format_pattern is not None:
+            shaped = shaped + format_bonus(samples, learning.format_pattern, learning.format_reward)
+        if learning.overlong_tokens:
+            limits = (self.settings.rollout.max_tokens, learning.overlong_tokens, learning.overlong_penalty)
+            shaped = shaped + overlong_malus(samples, *limits)
+        return shaped

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a scored batch to a step: advantages, log-probabilities, loss, backward micro-batch by micro-batch."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from logra.collect import Batch
+from logra.model import Policy
+from logra.rl import advantages as advantage_kinds
+from logra.rl import losses
+from logra.rl.advantages import RunningBaseline, groups_with_signal
+from logra.rl.batch import MicroBatch, collate, micro_batches
+from logra.rl.logprobs import CausalModel, TokenLogprobs, token_logprobs
+from logra.run_settings import TrainSettings
+from logra.update_rules import StepReport, UpdateRule, step_size_factor
+
+
+@dataclass
+class Tally:
+    """Over the tokens that an update was trained on."""
+
+    tokens: int = 0
+    entropy: float = 0.0
+    reference_kl: float = 0.0
+    gaps: list[Tensor] = field(default_factory=list)
+
+    def metrics(self) -> dict[str, Any]:
+        """Means, in nats; None where no token was trained on."""
+        gaps = torch.cat(self.gaps) if self.gaps else torch.zeros(0)
+        known = len(gaps) > 0
+        return {
+            "tokens_trained": self.tokens,
+            "entropy": self.entropy / self.tokens if known else None,
+            "logprob_gap": float(gaps.mean()) if known else None,
+            "logprob_gap_absolute": float(gaps.abs().mean()) if known else None,
+            "logprob_gap_p95": float(gaps.abs().sort().values[int(0.95 * (len(gaps) - 1))]) if known else None,
+        }
+
+
+class Learner:
+    """Changes the policy by one batch after another.
+
+    Args:
+        settings: of the run.
+        policy: the model being trained.
+        rule: takes the steps.
+        reference: the model at start, if `learning.reference_kl` is above 0.
+    """
+
+    def __init__(
+        self, settings: TrainSettings, policy: Policy, rule: UpdateRule, reference: CausalModel | None = None
+    ) -> None:
+        self.settings, self.policy, self.rule, self.reference = settings, policy, rule, reference
+        self.baseline = RunningBaseline()
+        self.base_rates = [group["lr"] for group in rule.optimizer.param_groups]
+        if settings.learning.reference_kl > 0 and reference is None:
+            raise ValueError("learning.reference_kl is above 0, but no reference model was given")
+
+    def __call__(self, batch: Batch, update: int) -> dict[str, Any]:
+        """All steps of one batch; returns their metrics."""
+        learning = self.settings.learning
+        advantages, rows = self.advantages(batch)
+        several = learning.updates_per_batch * learning.minibatches > 1
+        old = self._old_logprobs(batch, rows) if several else {}
+        tally, reports = Tally(), list[StepReport]()
+        for _ in range(learning.updates_per_batch):
+            for part in self._minibatches(batch, rows):
+                self._set_step_size(update)
+                self._backward(batch, part, advantages, old, tally)
+                if part:
+                    reports.append(self.rule.step())
+        metrics = {"samples_trained": len(rows)} | tally.metrics()
+        if self.reference is not None:
+            metrics["reference_kl"] = tally.reference_kl / max(1, tally.tokens)
+        metrics["steps"] = sum(report.applied for report in reports)
+        metrics["steps_skipped"] = len(reports) - metrics["steps"]
+        if reports:
+            last = reports[-1]
+            metrics |= {"grad_norm": last.grad_norm, "realised_stored": last.realised_stored}
+            metrics["realised_compute"] = last.realised_compute
+        return metrics
+
+    def advantages(self, batch: Batch) -> tuple[Tensor, list[int]]:
+        """fp64 [samples], 0 where there is no verdict, and the rows that are trained on."""
+        learning, groups = self.settings.learning, batch.group_index
+        known = ~batch.raw.isnan()
+        kind = self.baseline if learning.advantage == "running_baseline" else advantage_kinds.KINDS[learning.advantage]
+        advantages = torch.zeros(len(groups), dtype=torch.float64)
+        use = known.clone()
+        if known.any():
+            advantages[known] = kind(batch.shaped[known], groups[known])
+            if learning.skip_equal_groups:
+                use[known] &= groups_with_signal(batch.raw[known], groups[known])
+        if not learning.train_truncated:
+            use &= ~torch.tensor([sample.truncated for sample in batch.samples])
+        return advantages, use.nonzero()[:, 0].tolist()
+
+    def _minibatches(self, batch: Batch, rows: list[int]) -> Iterator[list[int]]:
+        """Rows of each minibatch; groups stay whole."""
+        count = self.settings.learning.minibatches
+        for part in range(count):
+            yield [row for row in rows if int(batch.group_index[row]) % count == part]
+
+    def _backward(
+        self, batch: Batch, rows: list[int], advantages: Tensor, old: dict[int, Tensor], tally: Tally
+    ) -> None:
+        """Add the gradient of one step's loss, micro-batch by micro-batch."""
+        learning, samples = self.settings.learning, batch.samples
+        numbers = losses.LossSettings(learning.max_importance, learning.clip_low, learning.clip_high)
+        # The divisor counts every completion of the update, those that were skipped included.
+        lengths = torch.tensor([len(sample.completion_ids) for sample in samples])
+        weights = losses.token_weights(lengths, learning.normalisation, self.settings.rollout.max_tokens)
+        weights *= learning.minibatches
+        self.policy.model.train()
+        for part in micro_batches(samples, rows, learning.micro_batch_tokens):
+            micro = collate(samples, part, self.policy.pad_id, self.policy.device)
+            index = micro.sample_index
+            scores = self._logprobs(self.policy.causal, micro)
+            mine = scores.logprobs.detach()
+            rollout = torch.cat([torch.tensor(samples[row].rollout_logprobs) for row in part]).to(mine.device)
+            tokens = losses.Tokens(
+                scores.logprobs,
+                torch.cat([old[row] for row in part]) if old else mine,
+                rollout,
+                advantages[part].to(mine.device, torch.float32)[index],
+                index,
+            )
+            per_token = losses.KINDS[learning.loss](tokens, numbers)
+            if self.reference is not None:
+                with torch.no_grad():
+                    reference = self._logprobs(self.reference, micro).logprobs
+                per_token = per_token + learning.reference_kl * losses.reference_kl_loss(tokens, reference)
+                tally.reference_kl += float(losses.reference_kl_value(mine, reference).sum())
+            (per_token * weights[part].to(mine.device)[index]).sum().backward()
+            tally.tokens += len(mine)
+            tally.entropy += float(scores.entropy.sum())
+            tally.gaps.append((rollout - mine).cpu())
+
+    @torch.no_grad()
+    def _old_logprobs(self, batch: Batch, rows: list[int]) -> dict[int, Tensor]:
+        """The trainer's own log-probabilities before the first update on a batch, by row."""
+        found: dict[int, Tensor] = {}
+        for part in micro_batches(batch.samples, rows, self.settings.learning.micro_batch_tokens):
+            micro = collate(batch.samples, part, self.policy.pad_id, self.policy.device)
+            logprobs = self._logprobs(self.policy.causal, micro).logprobs
+            found |= {row: logprobs[micro.sample_index == index] for index, row in enumerate(part)}
+        return found
+
+    def _logprobs(self, causal: CausalModel, micro: MicroBatch) -> TokenLogprobs:
+        autocast = self.settings.model.compute == "bf16"
+        with torch.autocast(self.policy.device, dtype=torch.bfloat16, enabled=autocast):
+            return token_logprobs(causal, micro, self.settings.rollout.temperature)
+
+    def _set_step_size(self, update: int) -> None:
+        factor = step_size_factor(self.settings.method, update, self.settings.run.updates)
+        for group, rate in zip(self.rule.optimizer.param_groups, self.base_rates, strict=True):
+            group["lr"] = rate * factor

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The line of an update, and what every number in metrics.jsonl means."""
+
+from typing import Any
+
+from logra.collect import Batch
+from logra.phases import Phases
+from logra.problems import Mixture
+
+METRICS: dict[str, tuple[str, str]] = {
+    "update": ("count", "updates done"),
+    "reward": ("score", "mean raw score of all graded samples drawn"),
+    "pass_rate": ("share", "of graded samples drawn with a raw score of 1 or more: pass@1 on training problems"),
+    "shaped_reward": ("score", "mean of what advantages are made of"),
+    "ungraded": ("samples", "drawn, without a verdict"),
+    "samples": ("samples", "in the batch"),
+    "samples_trained": ("samples", "of the batch that the loss has"),
+    "groups_replaced": ("groups", "drawn, but replaced because their scores were all equal (rollout.refill)"),
+    "completion_tokens": ("tokens", "in the batch"),
+    "tokens_trained": ("tokens", "that the loss had, each pass counted"),
+    "length": ("tokens", "mean of a completion"),
+    "truncated": ("share", "completions that the token limit cut"),
+    "entropy": ("nats", "of the next-token distribution, mean over trained tokens"),
+    "logprob_gap": ("nats", "rollout minus trainer log-probability, mean over trained tokens"),
+    "logprob_gap_absolute": ("nats", "its mean size"),
+    "logprob_gap_p95": ("nats", "the 95th percentile of its size"),
+    "reference_kl": ("nats", "KL divergence from the model at start, estimated (learning.reference_kl)"),
+    "grad_norm": ("norm", "of all gradients or sketches before clipping, last step"),
+    "steps": ("count", "weight changes"),
+    "steps_skipped": ("count", "steps left out because a gradient was not finite"),
+    "realised_stored": ("share", "of the step that arrived in the stored weights (logra)"),
+    "realised_compute": ("share", "of the step that arrived in the weights that bf16 computes with (logra)"),
+    "levels": ("number", "level of each task with a curriculum, from 0"),
+    "seconds": ("s", "by phase: rollout, reward, learning, evaluation"),
+    "memory": ("bytes", "by phase: peak_bytes and average_bytes; of the GPU, or resident memory on a CPU"),
+    "tokens_per_second": ("1/s", "completion tokens in rollout, trained tokens in learning"),
+    "alarms": ("names", "what looks wrong; see docs/training.md"),
+    "evaluation": ("share", "pass@1, unbiased pass@k, majority, greedy, and pass@1 of each task (by_task)"),
+}
+
+
+def update_line(update: int, batch: Batch, learned: dict[str, Any], phases: Phases, mixture: Mixture) -> dict[str, Any]:
+    """All metrics of one update."""
+    lengths = [len(sample.completion_ids) for sample in batch.samples]
+    known = batch.drawn[~batch.drawn.isnan()]
+    shaped = batch.shaped[~batch.shaped.isnan()]
+    line: dict[str, Any] = {
+        "update": update,
+        "reward": float(known.mean()) if len(known) else None,
+        "pass_rate": float((known >= 1).double().mean()) if len(known) else None,
+        "shaped_reward": float(shaped.mean()) if len(shaped) else None,
+        "ungraded": len(batch.drawn) - len(known),
+        "samples": len(batch.samples),
+        "groups_replaced": batch.replaced,
+        "completion_tokens": sum(lengths),
+        "length": sum(lengths) / len(lengths),
+        "truncated": sum(sample.truncated for sample in batch.samples) / len(lengths),
+    }
+    if mixture.ladders:
+        line["levels"] = {name: ladder.level for name, ladder in mixture.ladders.items()}
+    seconds = phases.seconds
+    drawn_tokens = sum(lengths) * len(batch.drawn) / len(batch.samples)
+    rates = {"rollout": drawn_tokens / max(1e-9, seconds["rollout"])}
+    rates["learning"] = learned["tokens_trained"] / max(1e-9, seconds["learning"])
+    return line | learned | {"seconds": dict(seconds), "memory": phases.memory, "tokens_per_second": rates}
