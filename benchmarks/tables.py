@@ -11,7 +11,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from logra.alarms import ALARMS
 from logra.config import DEFAULT_TARGETS, LograSettings
+from logra.metrics import METRICS
+from logra.run_settings import TrainSettings, as_plain
 
 ROOT = Path(__file__).parent.parent
 
@@ -68,6 +71,36 @@ def settings() -> str:
     return "\n".join(lines)
 
 
+def all_settings() -> str:
+    """Every section of `logra train`, with the optimizer's settings under method.logra."""
+    lines: list[str] = []
+    for section in fields(TrainSettings):
+        lines += [f"### {section.name}", "", "| setting | default | meaning |", "| --- | --- | --- |"]
+        for spec in fields(getattr(TrainSettings(), section.name)):
+            value = getattr(getattr(TrainSettings(), section.name), spec.name)
+            if isinstance(value, LograSettings):
+                lines.append(f"| `{spec.name}` | see [optimizer.md](optimizer.md) | {spec.metadata['help']} |")
+                continue
+            allowed = spec.metadata.get("allowed")
+            choices = f" One of {', '.join(f'`{choice}`' for choice in allowed)}." if allowed else ""
+            shown = json.dumps(as_plain(value))
+            lines.append(f"| `{spec.name}` | `{shown}` | {spec.metadata['help']}{choices} |")
+        lines.append("")
+    return "\n".join(lines).rstrip()
+
+
+def metrics() -> str:
+    """Every number of metrics.jsonl."""
+    rows = [f"| `{name}` | {unit} | {meaning} |" for name, (unit, meaning) in METRICS.items()]
+    return "\n".join(["| name | unit | meaning |", "| --- | --- | --- |", *rows])
+
+
+def alarms() -> str:
+    """Every alarm and what to do."""
+    rows = [f"| `{name}` | {meaning} |" for name, meaning in ALARMS.items()]
+    return "\n".join(["| name | meaning |", "| --- | --- |", *rows])
+
+
 def first_run() -> str:
     """The main job on SmolLM2, method by method."""
     found = result("smollm2_first_run")
@@ -91,6 +124,9 @@ PLACES = (
     ("README.md", "measured", measured),
     ("docs/optimizer.md", "settings", settings),
     ("docs/experiments.md", "first run", first_run),
+    ("docs/reference.md", "all settings", all_settings),
+    ("docs/reference.md", "metrics", metrics),
+    ("docs/reference.md", "alarms", alarms),
 )
 
 

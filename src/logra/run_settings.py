@@ -232,7 +232,7 @@ class RunSettings:
     )
     alarm_entropy: float = setting(0.05, "Alarm when entropy falls below this share of its first values.", least=0.0)
     alarm_gap: float = setting(
-        0.5, "Alarm when the 95th percentile of |rollout - trainer log-prob| exceeds this, nats.", least=0.0
+        0.5, "Alarm when the 95th percentile of the log-prob gap exceeds this, in nats.", least=0.0
     )
     stop_after_alarms: int = setting(0, "End the run after so many updates in a row with an alarm; 0: never.", least=0)
     push_to_hub: str | None = setting(None, "Name of a hub repository that gets the final model, such as me/model.")
