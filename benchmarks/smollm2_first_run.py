@@ -65,7 +65,7 @@ def run_cell(cell: str) -> dict[str, Any]:
     lines = [json.loads(line) for line in (folder.path / "metrics.jsonl").read_text().splitlines()]
     greedy = [[line["update"], line["evaluation"]["pass@1"]] for line in lines if "evaluation" in line]
     updates = [line for line in lines if "evaluation" not in line]
-    saved = folder.save_model("model", lambda path: parts.write(path, parts.trainer.update, {}))
+    saved = folder.save_model("model", lambda path: parts.write(path, None))
     memory = [line["memory"]["learning"] for line in updates]
     return {
         "method": cell,

@@ -104,8 +104,8 @@ def test_losses_and_their_gradients(loss: str, normalisation: str, theirs: dict[
     weight = trainer.model.model.layers[1].mlp.up_proj.weight
     wanted_gradient, weight.grad = weight.grad, None
 
-    high = theirs.get("epsilon_high", theirs.get("epsilon"))
-    low = theirs.get("epsilon")
+    low = float(theirs.get("epsilon", 0.0))
+    high = float(theirs.get("epsilon_high", low))
     if loss == "cispo":  # TRL caps the ratio itself, from above only
         low, high = 1.0, high - 1
     mine = token_logprobs(causal, micro, TEMPERATURE).logprobs

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line: `logra train`, `logra eval`, `logra tasks`, `logra convert`."""
 
+import json
 import sys
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -8,8 +9,11 @@ from typing import Any, get_type_hints
 
 from jsonargparse import ArgumentParser, Namespace
 
-from logra.run_settings import TrainSettings
+from logra.run_settings import TrainSettings, as_plain
 
+MAY_CHANGE = {f"run.{name}" for name in ("folder", "updates", "save_every", "keep", "overwrite", "samples_logged")}
+MAY_CHANGE |= {f"run.{name}" for name in ("alarm_entropy", "alarm_gap", "stop_after_alarms", "push_to_hub")}
+MAY_CHANGE |= {f"evaluation.{name}" for name in ("every", "stop_at", "patience")}
 COMMANDS = {
     "train": "Train a model from rewarded answers.",
     "eval": "Score a model on held-out problems, with the sections model, task, rollout and evaluation.",
@@ -27,6 +31,8 @@ def make_parser() -> ArgumentParser:
         command.add_argument("--config", action="config", help="YAML file with any of the settings below.")
         command.add_class_arguments(TrainSettings)
         _add_help(command, TrainSettings, "")
+        if name == "train":
+            command.add_argument("--resume", metavar="RUN", help="Go on with the run in this folder.")
         commands.add_subcommand(name, command, help=what)
     tasks = ArgumentParser(description="Show each generated task with an example: prompt, answer, and what scores.")
     commands.add_subcommand("tasks", tasks, help="show the generated tasks")
@@ -54,9 +60,11 @@ def _add_help(parser: ArgumentParser, section: Any, prefix: str) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; 0 if all that was asked was done."""
     parser = make_parser()
-    parsed = parser.parse_args(arguments)
-    command = parsed.subcommand
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    command = given[0] if given else None
     try:
+        parsed = parser.parse_args(_with_settings_of_the_run(given))
+        command = parsed.subcommand
         built = parser.instantiate(parsed)
         return {"train": _train, "eval": _eval, "tasks": _tasks, "convert": _convert}[command](built[command])
     except (ValueError, ImportError) as error:
@@ -68,11 +76,42 @@ def _settings(built: Namespace) -> TrainSettings:
     return TrainSettings(**{spec.name: built[spec.name] for spec in fields(TrainSettings)})
 
 
+def _with_settings_of_the_run(given: list[str]) -> list[str]:
+    """`train --resume RUN ...` reads RUN's settings first; what follows on the command line changes them."""
+    if not given or given[0] != "train":
+        return given
+    place = next((i for i, each in enumerate(given) if each == "--resume" or each.startswith("--resume=")), None)
+    if place is None:
+        return given
+    folder = given[place].partition("=")[2] or (given[place + 1] if place + 1 < len(given) else "")
+    settings = Path(folder) / "settings.json"
+    if not settings.is_file():
+        raise ValueError(f"--resume {folder}: there is no run in that folder (no {settings})")
+    return [given[0], "--config", str(settings), *given[1:], "--run.folder", folder]
+
+
 def _train(built: Namespace) -> int:
     settings = _settings(built)
     from logra.train_command import train
 
-    return train(settings)
+    if built.resume is not None:
+        _check_same_run(settings, Path(built.resume) / "settings.json")
+    return train(settings, resume=built.resume is not None)
+
+
+def _check_same_run(settings: TrainSettings, saved: Path) -> None:
+    """A run that goes on may be longer or be watched differently; what it learns from stays."""
+    before, now = json.loads(saved.read_text()), json.loads(json.dumps(as_plain(settings)))
+    changed = [
+        f"{section}.{name}"
+        for section, values in now.items()
+        for name, value in values.items()
+        if before[section].get(name, value) != value and f"{section}.{name}" not in MAY_CHANGE
+    ]
+    if changed:
+        raise ValueError(
+            f"{', '.join(changed)} cannot change when a run goes on; those that can are {', '.join(sorted(MAY_CHANGE))}"
+        )
 
 
 def _eval(built: Namespace) -> int:

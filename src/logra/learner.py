@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a scored batch to a step: advantages, log-probabilities, loss, backward micro-batch by micro-batch."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +49,9 @@ class Learner:
         policy: the model being trained.
         rule: takes the steps.
         reference: the model at start, if `learning.reference_kl` is above 0.
+
+    Attributes:
+        before_step: called before weights change.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class Learner:
     ) -> None:
         self.settings, self.policy, self.rule, self.reference = settings, policy, rule, reference
         self.baseline = RunningBaseline()
+        self.before_step: Callable[[], None] = lambda: None
         self.base_rates = [group["lr"] for group in rule.optimizer.param_groups]
         if settings.learning.reference_kl > 0 and reference is None:
             raise ValueError("learning.reference_kl is above 0, but no reference model was given")
@@ -72,6 +76,7 @@ class Learner:
                 self._set_step_size(update)
                 self._backward(batch, part, advantages, old, tally)
                 if part:
+                    self.before_step()
                     reports.append(self.rule.step())
         metrics = {"samples_trained": len(rows)} | tally.metrics()
         if self.reference is not None:

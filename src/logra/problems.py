@@ -81,7 +81,7 @@ class Mixture:
 
     def state(self) -> dict[str, Any]:
         """Plain numbers from which `load` goes on."""
-        return {"drawn": self.drawn, "ladders": {name: ladder.state() for name, ladder in self.ladders.items()}}
+        return {"drawn": dict(self.drawn), "ladders": {name: ladder.state() for name, ladder in self.ladders.items()}}
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken."""

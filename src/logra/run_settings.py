@@ -224,7 +224,9 @@ class RunSettings:
     folder: str = setting("runs/latest", "Where everything of the run is written.")
     updates: int = setting(30, "Updates in all.", least=0)
     seed: int = setting(0, "Of problems, sampling, projections and rounding.")
-    save_every: int = setting(0, "Updates between checkpoints of the model; 0: only the final model.", least=0)
+    save_every: int = setting(
+        20, "Updates between checkpoints that the run can go on from; 0: only the final model.", least=0
+    )
     keep: int = setting(2, "Latest checkpoints kept; beside them, the best by evaluation.", least=1)
     overwrite: bool = setting(False, "Whether a folder that holds a run may be replaced.")
     samples_logged: int = setting(

@@ -4,6 +4,7 @@
 import copy
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,16 @@ import torch
 from logra.checkpoint import compute_weights, model_card, write_model
 from logra.evaluator import Evaluator, ScoredSample
 from logra.hub import check_hub, push
+from logra.interruption import Interrupted
 from logra.model import Policy, load_policy
 from logra.problems import Mixture
 from logra.progress import make_progress
 from logra.rl.logprobs import CausalModel
 from logra.rollout.transformers_engine import TransformersEngine
-from logra.run_folder import RunFolder
+from logra.run_folder import STATE, RunFolder
 from logra.run_settings import TrainSettings
 from logra.trainer import Trainer
+from logra.trainer_state import inexact_weights, load_state, restore, save_state
 from logra.training_run import TrainingRun
 from logra.update_rules import UpdateRule, add_adapters, make_rule
 
@@ -41,25 +44,32 @@ class Parts:
     rule: UpdateRule
     trainer: Trainer
 
-    def write(self, folder: Path, update: int, scores: dict[str, Any]) -> None:
-        """The policy as it is, as an ordinary Hugging Face folder."""
-        settings = self.trainer.settings
+    def write(self, folder: Path, run: TrainingRun | None, with_state: bool = False) -> None:
+        """The policy as it is, as an ordinary Hugging Face folder; `with_state` adds what a run goes on from."""
+        settings, update = self.trainer.settings, self.trainer.update
         # Adapters are merged into a copy; the run goes on with them apart.
         model = self.policy.model if self.adapted is None else copy.deepcopy(self.adapted).merge_and_unload()
         weights = compute_weights(model, settings.model.compute, self.rule.computing_weights())
-        write_model(folder, model, self.policy.tokenizer, weights, model_card(settings, update, scores))
+        standing = {"before": run.standing.before, "now": run.standing.now} if run and run.standing.now else {}
+        exact = inexact_weights(model, weights, self.adapted) if with_state else {}
+        write_model(folder, model, self.policy.tokenizer, weights, model_card(settings, update, standing))
+        if with_state and run is not None:
+            save_state(folder / STATE, run.state(), self.rule.optimizer, exact)
 
 
-def assemble(settings: TrainSettings) -> Parts:
-    """Load the model and build everything around it.
+def assemble(settings: TrainSettings, checkpoint: Path | None = None) -> Parts:
+    """Load the model, from a checkpoint of the run if there is one, and build everything around it.
 
     Raises:
         ValueError: model, tasks or settings do not fit; the message says what to do.
     """
     torch.manual_seed(settings.run.seed)  # LoRA's first weights; nothing else draws from it
-    policy = load_policy(settings.model)
+    lora = settings.method.name == "lora"
+    # A checkpoint of LoRA holds merged weights; its adapters go on beside the weights at start.
+    place = settings.model if checkpoint is None or lora else replace(settings.model, name=str(checkpoint))
+    policy = load_policy(place)
     reference = _reference(settings)
-    adapted = add_adapters(policy.model, settings.method) if settings.method.name == "lora" else None
+    adapted = add_adapters(policy.model, settings.method) if lora else None
     rule = make_rule(policy.model if adapted is None else adapted, settings.method, settings.run.seed)
     trainer = Trainer(settings, policy, make_engine(settings, policy), rule, reference)
     return Parts(policy, adapted, rule, trainer)
@@ -82,33 +92,72 @@ def _reference(settings: TrainSettings) -> CausalModel | None:
     return model
 
 
-def train(settings: TrainSettings) -> int:
+def train(settings: TrainSettings, resume: bool = False) -> int:
     """Train, and save the model; 0 if all updates asked for were done, or a score asked for was reached."""
     if settings.run.push_to_hub is not None:
         check_hub(settings.run.push_to_hub)
     Mixture(settings)  # data and golds are checked before a model loads
-    folder = RunFolder(settings)
-    parts = assemble(settings)
+    folder = RunFolder(settings, resume)
+    checkpoint = _checkpoint(folder) if resume else None
+    parts = assemble(settings, checkpoint)
     progress = make_progress(settings.run.updates)
 
     def save(name: str) -> Path:
-        standing = run.standing
-        scores = {"before": standing.before, "now": standing.now} if standing.now else {}
-        return folder.save_model(name, lambda path: parts.write(path, parts.trainer.update, scores))
+        return folder.save_model(name, lambda path: parts.write(path, run, name.startswith("checkpoint")))
 
     run = TrainingRun(parts.trainer, folder, progress, save)
+    if resume:
+        _go_on(folder, checkpoint, parts, run)
     try:
         reason = run()
+    except Interrupted as stop:
+        progress.close()
+        done = f"{parts.trainer.update} of {settings.run.updates} updates are done"
+        sys.stdout.write(f"{stop}: {done}; go on with `logra train --resume {folder.path}`\n")
+        return stop.exit_code
     finally:
         progress.close()
+    return _finish(folder, parts, run, save, reason)
+
+
+def _checkpoint(folder: RunFolder) -> Path | None:
+    """The checkpoint to go on from; None for the beginning."""
+    found, wrong = folder.latest_checkpoint()
+    for each in wrong:
+        sys.stdout.write(f"not used: {each}\n")
+    if found is None and (folder.path / "model").exists():
+        raise ValueError(
+            f"{folder.path} holds a run that has ended and no checkpoint to go on from (run.save_every was 0, or the "
+            f"checkpoints were deleted); begin another run with model.name {folder.path / 'model'}"
+        )
+    sys.stdout.write(f"going on from {'the beginning: no checkpoint is there yet' if found is None else found}\n")
+    return found
+
+
+def _go_on(folder: RunFolder, checkpoint: Path | None, parts: Parts, run: TrainingRun) -> None:
+    """Put everything back as it was at the checkpoint."""
+    if checkpoint is None:
+        folder.forget_after(-1, False)
+        return
+    state = load_state(checkpoint / STATE)
+    restore(state, parts.policy.model if parts.adapted is None else parts.adapted, parts.rule.optimizer)
+    run.load(state["numbers"])
+    run.saved_update = parts.trainer.update
+    folder.forget_after(parts.trainer.update, run.standing.now.get("update") == parts.trainer.update)
+
+
+def _finish(folder: RunFolder, parts: Parts, run: TrainingRun, save: Callable[[str], Path], reason: str | None) -> int:
+    """Save what is left to save, and say what was done."""
+    asked, update = run.settings.run, parts.trainer.update
+    if asked.save_every and update > run.saved_update:
+        save(f"checkpoint-{update}")
     where = save("model")
     if reason is not None:
-        sys.stdout.write(f"ended after update {parts.trainer.update} of {settings.run.updates}: {reason}\n")
+        sys.stdout.write(f"ended after update {update} of {asked.updates}: {reason}\n")
     sys.stdout.write(f"model: {where}\nmetrics: {folder.path / 'metrics.jsonl'}\n")
-    if settings.run.push_to_hub is not None:
-        sys.stdout.write(f"sent to {push(where, settings.run.push_to_hub)}\n")
-    wanted = parts.trainer.update == settings.run.updates or run.reached
-    return 0 if wanted else 1
+    if asked.push_to_hub is not None:
+        sys.stdout.write(f"sent to {push(where, asked.push_to_hub)}\n")
+    return 0 if update >= asked.updates or run.reached else 1
 
 
 def evaluate(settings: TrainSettings) -> int:

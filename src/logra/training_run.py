@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A whole run: updates, evaluations before, between and after, checkpoints, alarms, and when to end early."""
 
+import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from logra.alarms import ALARMS, Alarms
 from logra.collect import Batch
 from logra.evaluator import Evaluation
+from logra.interruption import Interrupted, Interruption
 from logra.phases import Phases
 from logra.progress import Progress
 from logra.trainer import Trainer
@@ -31,14 +33,14 @@ class Standing:
 
     Attributes:
         before: scores before the first update.
-        now: the latest scores.
+        now: the latest scores, with the update they are of.
         best: highest pass@1 after an update.
         without_better: evaluations since then.
     """
 
     before: dict[str, Any] = field(default_factory=dict)
     now: dict[str, Any] = field(default_factory=dict)
-    best: float = float("-inf")
+    best: float = -1.0
     without_better: int = 0
 
 
@@ -46,7 +48,7 @@ class TrainingRun:
     """Runs a trainer to its end.
 
     Args:
-        trainer: fresh.
+        trainer: fresh, or restored by `load`.
         record: gets metrics and samples.
         progress: shows them.
         save: writes the model under a name: "checkpoint-N" every `run.save_every` updates, and "best" after each
@@ -60,28 +62,57 @@ class TrainingRun:
         self.record, self.progress, self.save = record, progress, save
         self.alarms = Alarms(self.settings.run)
         self.standing = Standing()
+        self.interruption = Interruption()
         self.reached = False  # evaluation.stop_at
+        self.saved_update = 0
+        trainer.learn.before_step = self.interruption.defer
 
     def __call__(self) -> str | None:
-        """All updates, or fewer; why the run ended early, or None."""
-        run, every = self.settings.run, self.settings.evaluation.every
-        self.evaluate()
-        reason = None
-        while self.trainer.update < run.updates and reason is None:
+        """All updates, or fewer; why the run ended early, or None.
+
+        Raises:
+            Interrupted: by a signal; everything is as it was after the latest whole update, saved as a checkpoint.
+        """
+        try:
+            with self.interruption.watching():
+                return self._run()
+        except Interrupted:
+            if self.trainer.update > self.saved_update:
+                self.save(f"checkpoint-{self.trainer.update}")
+            raise
+
+    def _run(self) -> str | None:
+        run, reason = self.settings.run, self._alarm_that_ends()
+        while True:
+            if self._evaluation_is_due(reason is not None):
+                self.evaluate()
+            reason = reason or self._score_that_ends()
+            update = self.trainer.update
+            if run.save_every and update % run.save_every == 0 and update > self.saved_update:
+                self.interruption.defer()
+                self.save(f"checkpoint-{update}")
+                self.saved_update = update
+                self.interruption.allow()
+            if update >= run.updates or reason is not None:
+                return reason
             self.update()
             reason = self._alarm_that_ends()
-            if run.save_every and self.trainer.update % run.save_every == 0:
-                self.save(f"checkpoint-{self.trainer.update}")
-            if every and self.trainer.update % every == 0 and self.trainer.update < run.updates and reason is None:
-                self.evaluate()
-                reason = self._score_that_ends()
-        if self.trainer.update and self.standing.now.get("update") != self.trainer.update:
-            self.evaluate()
-        return reason
+
+    def _evaluation_is_due(self, ending: bool) -> bool:
+        update, every = self.trainer.update, self.settings.evaluation.every
+        if self.standing.now.get("update") == update:
+            return False
+        return not update or ending or update >= self.settings.run.updates or (every > 0 and update % every == 0)
 
     def update(self) -> None:
-        """One update, written down and shown."""
-        update = self.trainer.train_update()
+        """One update, written down and shown; a signal before its first weight change undoes it."""
+        before = copy.deepcopy(self.state())
+        try:
+            update = self.trainer.train_update()
+            self.interruption.defer()
+        except Interrupted:
+            self.load(before)
+            raise
         line = update.line
         names = self.alarms(line)
         if names:
@@ -92,12 +123,14 @@ class TrainingRun:
         for name in names:
             if self.alarms.in_a_row[name] == 1:
                 self.progress.say(f"update {line['update']}: alarm {name}: {ALARMS[name]}.")
+        self.interruption.allow()
 
     def evaluate(self) -> Evaluation:
         """Score the policy as it is; keep it if it is the best so far."""
         phases = Phases(self.trainer.policy.device)
         with phases.phase("evaluation"):
             found = self.trainer.evaluate()
+        self.interruption.defer()
         scores, update, standing = found.scores(), self.trainer.update, self.standing
         line = {"update": update, "evaluation": scores, "seconds": phases.seconds, "memory": phases.memory}
         self.record.log(line)
@@ -112,7 +145,18 @@ class TrainingRun:
                 self.save("best")
         else:
             standing.without_better += 1
+        self.interruption.allow()
         return found
+
+    def state(self) -> dict[str, Any]:
+        """Plain numbers from which `load` goes on, weights and optimizer aside."""
+        return {"trainer": self.trainer.state(), "alarms": self.alarms.state(), "standing": asdict(self.standing)}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken."""
+        self.trainer.load(state["trainer"])
+        self.alarms.load(state["alarms"])
+        self.standing = Standing(**state["standing"])
 
     def _alarm_that_ends(self) -> str | None:
         name = self.alarms.lasting()
@@ -121,11 +165,14 @@ class TrainingRun:
         return f"alarm {name} in {self.settings.run.stop_after_alarms} updates in a row (run.stop_after_alarms)"
 
     def _score_that_ends(self) -> str | None:
-        evaluation, score = self.settings.evaluation, self.standing.now["pass@1"]
+        evaluation, standing = self.settings.evaluation, self.standing
+        if not self.trainer.update or standing.now["update"] != self.trainer.update:
+            return None
+        score = standing.now["pass@1"]
         if evaluation.stop_at is not None and score >= evaluation.stop_at:
             self.reached = True
             return f"pass@1 {score:.3f} reached evaluation.stop_at {evaluation.stop_at}"
-        if evaluation.patience and self.standing.without_better >= evaluation.patience:
+        if evaluation.patience and standing.without_better >= evaluation.patience:
             return f"no better pass@1 in {evaluation.patience} evaluations (evaluation.patience)"
         return None
 
