@@ -62,5 +62,13 @@ def dense_gradients(model: nn.Module, backward: Callable[[nn.Module], None]) -> 
     return gradients
 
 
+def scores(task: Any, problems: Any, texts: list[str]) -> list[float | None]:
+    """The scores that a task gives to texts."""
+    from logra.tasks.task import Completion
+
+    completions = [Completion(text, row, row) for row, text in enumerate(texts)]
+    return [verdict.score for verdict in task.grade(problems, completions)]
+
+
 def relative(got: Tensor, wanted: Tensor) -> float:
     return float((got.double() - wanted.double()).norm() / wanted.double().norm())

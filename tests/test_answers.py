@@ -14,6 +14,7 @@ from logra.tasks.answers import (
     score_text,
 )
 from logra.tasks.generated import PLAIN, SCORERS, generated_task
+from tests.conftest import scores
 
 
 @pytest.mark.parametrize("name", [*PLAIN, *SCORERS])
@@ -23,13 +24,13 @@ def test_gold_is_paid_and_hostile_answers_are_not(name: str) -> None:
         problem = task.problem(index)
         gold = problem.answer
         paid = [gold, f"  {gold}\n", f"<answer>{gold}</answer>", f"So it is \\boxed{{{gold}}}"]
-        assert task.score([problem] * len(paid), paid) == [1.0] * len(paid), gold
+        assert scores(task, [problem] * len(paid), paid) == [1.0] * len(paid), gold
         unpaid = [
             "", " ", "junk", "0123456789", f"one of 1, 2, {gold}, 3", f"[{gold}, {gold}]", f"{gold} {gold}",
             f"{gold}{gold}x", "None", "__import__('os').getcwd()", "\\boxed{}", f"\\boxed{{{gold}}} \\boxed{{junk}}",
             f"<answer>{gold}</answer><answer>junk</answer>", "9" * 5000, "{" * 5000, "\u0663",
         ]  # fmt: skip
-        got = task.score([problem] * len(unpaid), unpaid)
+        got = scores(task, [problem] * len(unpaid), unpaid)
         assert got == [0.0] * len(unpaid), [text[:40] for text, score in zip(unpaid, got, strict=True) if score]
 
 

@@ -13,6 +13,7 @@ from logra.rl.batch import Sample
 from logra.rl.shaping import format_bonus, outcomes, overlong_malus
 from logra.rollout.engine import Prompt, Sampling
 from logra.run_settings import LearningSettings, RolloutSettings, TrainSettings
+from logra.tasks.verdict import graded
 
 
 class Encoder:
@@ -46,8 +47,8 @@ def collector(right: Sequence[int], refill: int, monkeypatch: pytest.MonkeyPatch
     )
     engine, mixture = Scripted(right), Mixture(settings)
     monkeypatch.setattr(
-        "logra.collect.score_by_task",
-        lambda tasks, problems, samples: [float(sample.text.startswith("yes")) for sample in samples],
+        "logra.collect.grade_by_task",
+        lambda tasks, problems, samples: [graded(float(sample.text.startswith("yes"))) for sample in samples],
     )
     return Collector(settings, Encoder(), engine, mixture), engine  # type: ignore[arg-type]
 
@@ -62,7 +63,7 @@ def test_groups_without_signal_are_replaced_until_the_batch_is_full(monkeypatch:
     assert len({sample.sample_id for sample in batch.samples}) == 16
     assert batch.group_index.tolist() == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
     # What is reported as reward is of everything drawn: here 16 right of 32.
-    assert float(batch.drawn.mean()) == 0.5
+    assert sum(verdict.outcome == "right" for verdict in batch.drawn) == 16
     assert len(batch.drawn) == 32
     assert set(phases.seconds) == {"rollout", "reward"}
 

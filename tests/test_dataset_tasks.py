@@ -1,15 +1,14 @@
 """Data sets and users' rewards: columns, bad rows by number, functions that misbehave."""
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from logra.tasks.dataset import DatasetTask, Source
-from logra.tasks.rewards import call_reward, load_reward, weighted
 from logra.tasks.task import Problem
+from tests.conftest import scores
 
 ROWS = [
     {"question": "2+2?", "gold": "4", "level": "easy"},
@@ -29,7 +28,7 @@ def test_json_lines_with_named_columns(tmp_path: Path) -> None:
     assert task.problem(0) == Problem("mine-1", "2+2?", "4", {"level": "easy"})
     assert task.problem(1).answer == "9"
     problems = [task.problem(0), task.problem(1)]
-    assert task.score(problems, ["\\boxed{4}", "8"]) == [1.0, 0.0]
+    assert scores(task, problems, ["\\boxed{4}", "8"]) == [1.0, 0.0]
 
 
 def test_parquet(tmp_path: Path) -> None:
@@ -72,68 +71,3 @@ def test_turns_tools_and_images_are_refused(row: dict[str, Any], why: str, tmp_p
     with pytest.raises(ValueError, match=f"row 2 of .*{why}.*single-turn text is what can be trained on"):
         DatasetTask("mine", Source(write(tmp_path, [good, row | {"answer": "2"}]), drop_bad=True))
     assert len(DatasetTask("mine", Source(write(tmp_path, [good])))) == 1
-
-
-REWARDS = """
-def trl_style(completions, level, **kwargs):
-    return [float(len(c)) if l == "easy" else None for c, l in zip(completions, level)]
-
-def plain(prompts, completions, answers):
-    return [1.0 if c == a else 0.0 for c, a in zip(completions, answers)]
-
-def raises(completions, **kwargs):
-    raise KeyError("level")
-
-def too_few(completions, **kwargs):
-    return [1.0]
-
-def not_a_number(completions, **kwargs):
-    return [float("nan")] * len(completions)
-
-def words(completions, **kwargs):
-    return ["good"] * len(completions)
-"""
-
-
-def test_functions_from_files_get_what_they_name(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(REWARDS)
-    file = f"{tmp_path / 'mine.py'}"
-    source = Source(
-        write(tmp_path, ROWS), prompt="question", answer="gold", rewards={f"{file}:plain": 2.0, "number": 0.5}
-    )
-    task = DatasetTask("mine", source)
-    problems = [task.problem(0), task.problem(1)]
-    assert task.score(problems, ["4", "\\boxed{9}"]) == [2.5, 0.5]
-    reward = load_reward(f"{file}:trl_style")
-    assert call_reward("x", reward, problems, ["abc", "d"]) == [3.0, None]
-    assert weighted([[1.0, None, 2.0], [1.0, 1.0, 0.0]], [1.0, 3.0]) == [4.0, None, 2.0]
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("raises", r"raised KeyError: 'level' \(first of 2 samples: prompt '2\+2\?', completion 'abc'\)"),
-        ("too_few", "gave 1 scores for 2 samples"),
-        ("not_a_number", "gave nan; a score is a finite number, or None"),
-        ("words", "gave 'good'"),
-    ],
-)
-def test_functions_that_misbehave_are_shown_with_their_sample(name: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(REWARDS)
-    reward = load_reward(f"{tmp_path / 'mine.py'}:{name}")
-    problems = [Problem("a", "2+2?", "4"), Problem("b", "3*3?", "9")]
-    with pytest.raises(ValueError, match=message):
-        call_reward(name, reward, problems, ["abc", "d"])
-
-
-def test_names_of_rewards_that_lead_nowhere(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(REWARDS)
-    assert load_reward("math:sqrt") is math.sqrt
-    with pytest.raises(ValueError, match="must be one of"):
-        load_reward("nubmer")
-    with pytest.raises(ValueError, match="could not be imported"):
-        load_reward("no_such_module:reward")
-    with pytest.raises(ValueError, match="could not be imported"):
-        load_reward(f"{tmp_path / 'absent.py'}:reward")
-    with pytest.raises(ValueError, match=r"has no function 'rewrad'; it has \['not_a_number', 'plain'"):
-        load_reward(f"{tmp_path / 'mine.py'}:rewrad")

@@ -9,6 +9,7 @@ import pytest
 from logra.run_settings import TaskSettings
 from logra.tasks.choose import is_from_data, make_task
 from logra.tasks.dataset import DatasetTask
+from tests.conftest import scores
 
 # Rows of our own making, in the columns of the sets.
 SAMPLES: dict[str, list[dict[str, Any]]] = {
@@ -49,9 +50,9 @@ def test_golds_are_paid_and_nothing_else(name: str, tmp_path: Path) -> None:
     assert is_from_data(name, TaskSettings())
     problems = [task.problem(index) for index in range(3)]
     boxed = [f"So the answer is \\boxed{{{text}}}." for text in RIGHT[name]]
-    assert task.score(problems, boxed) == [1.0] * 3
+    assert scores(task, problems, boxed) == [1.0] * 3
     for wrong in ("", "I do not know", "\\boxed{}", "\\boxed{0,1,2,3,12,15,34}", "0123456789"):
-        assert task.score(problems, [wrong] * 3) == [0.0] * 3
+        assert scores(task, problems, [wrong] * 3) == [0.0] * 3
 
 
 def test_the_original_dapo_set_is_read_by_nested_columns(tmp_path: Path) -> None:
@@ -71,13 +72,15 @@ def test_golds_that_cannot_be_checked_are_named_by_row_or_dropped(tmp_path: Path
         {"question": "No mark?", "answer": "12"},
         {"question": "Words?", "answer": "#### a dozen"},
     ]
-    with pytest.raises(ValueError, match=r"2 of 5 rows .*row 4: no answer .*row 5: answer 'a dozen' does not score 1"):
+    with pytest.raises(
+        ValueError, match=r"2 of 5 rows .*row 4: no answer .*row 5: answer 'a dozen': it does not score 1"
+    ):
         local("gsm8k", rows, tmp_path)
     task = local("gsm8k", rows, tmp_path, drop_bad=True)
     assert (len(task), task.dropped) == (3, [4, 5])
     hostile = local("math500", [{"problem": "?", "answer": "10^{10^{10}}"}, {"problem": "?", "answer": "}{"}], tmp_path)
     problems = [hostile.problem(0), hostile.problem(1)]
-    assert hostile.score(problems, ["\\boxed{10^{10^{9}}}", "\\boxed{}"]) == [0.0, 0.0]
+    assert scores(hostile, problems, ["\\boxed{10^{10^{9}}}", "\\boxed{}"]) == [0.0, 0.0]
     with pytest.raises(ValueError, match="gold is 'after_hash'; it must be one of"):
         local("gsm8k", rows, tmp_path, gold="after_hash")
 

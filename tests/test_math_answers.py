@@ -5,7 +5,9 @@ import time
 
 import pytest
 
-from logra.tasks.math_answers import MathGrader, checked_golds, exact_rational, is_safe, score_math
+from logra.tasks.math_answers import exact_rational, grade_math, is_safe, score_math
+from logra.tasks.rewards import gold_trouble
+from logra.tasks.worker_pool import Answer, Limits, WorkerPool
 
 
 @pytest.mark.parametrize(
@@ -60,25 +62,29 @@ def test_exact_rationals() -> None:
 
 
 def test_a_worker_that_hangs_is_killed_and_replaced_from_any_thread() -> None:
-    grader = MathGrader()
-    assert grader.same("x+1", "1+x") is True
-    verdicts: list[bool | None] = []
+    slow = "(x+1)^{300}(x+2)^{300}(x+3)^{300}(y+1)^{200} + " + "+".join(f"x^{i}" for i in range(99))
+    pool = WorkerPool("math", Limits(wall_seconds=1.0, cpu_seconds=4))
+    pool.start()
+    answers: list[Answer] = []
 
     def hang() -> None:
         start = time.monotonic()
-        verdicts.append(
-            grader.same("x", "(x+1)^{300}(x+2)^{300}(x+3)^{300}(y+1)^{200} + " + "+".join(f"x^{i}" for i in range(99)))
-        )
+        answers.extend(pool.map([("x", slow)]))
         assert time.monotonic() - start < 3
-        verdicts.append(grader.same("x+1", "1+x"))
+        answers.extend(pool.map([("x+1", "1+x"), ("x", "y")]))
 
     thread = threading.Thread(target=hang)
     thread.start()
     thread.join(90)
-    assert verdicts[0] in (None, False)
-    assert verdicts[1] is True
-    grader.close()
+    assert answers[0].status in ("timed_out", "done")
+    assert [answer.value for answer in answers[1:]] == [(True, True), (False, True)]
+    pool.close()
 
 
-def test_golds_that_cannot_be_used_are_found() -> None:
-    assert checked_golds(["7", "", "\\frac{1}{2}", "   ", "x+1"]) == [1, 3]
+def test_outcomes_and_golds() -> None:
+    told = ["\\boxed{7}", "\\boxed{8}", "\\boxed{}", "\\boxed{10^{10^{10}}}"]
+    outcomes = [verdict.outcome for verdict in grade_math(told, ["7"] * 4)]
+    assert outcomes == ["right", "wrong", "unparseable", "unparseable"]
+    assert [bool(gold_trouble("math", gold)) for gold in ["7", " ", "\\frac{1}{2}", "x+1", "{1}{"]] == [
+        False, True, False, False, False,
+    ]  # fmt: skip

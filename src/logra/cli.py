@@ -131,12 +131,13 @@ def _convert(built: Namespace) -> int:
 def _tasks(_: Namespace) -> int:
     from logra.tasks.generated import PLAIN, SCORERS, generated_task
     from logra.tasks.known_sets import KNOWN_SETS
+    from logra.tasks.task import Completion
 
     for name in (*PLAIN, *SCORERS):
         task = generated_task(name, 0)
         problem = task.problem(0)
-        (gold,) = task.score([problem], [problem.answer])
-        sys.stdout.write(f"{name}\n  prompt: {problem.prompt}\n  answer: {problem.answer}  (scores {gold})\n\n")
+        (gold,) = task.grade([problem], [Completion(problem.answer)])
+        sys.stdout.write(f"{name}\n  prompt: {problem.prompt}\n  answer: {problem.answer}  (scores {gold.score})\n\n")
     sys.stdout.write("known sets, from the hub or, with task.sources: {NAME: {path: FILE}}, from a file:\n")
     for name, source in KNOWN_SETS.items():
         sys.stdout.write(f"  {name}: {source['path']}, split {source['split']}, rewards {source['rewards']}\n")

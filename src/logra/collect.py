@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One batch: prompts, completions, raw and shaped scores; groups without signal may be replaced."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,27 +10,33 @@ from torch import Tensor
 
 from logra.model import Policy
 from logra.phases import Phases
-from logra.problems import Mixture, score_by_task
+from logra.problems import Mixture, grade_by_task
 from logra.rl.batch import Sample
 from logra.rl.shaping import format_bonus, outcomes, overlong_malus
 from logra.rollout.engine import Prompt, RolloutEngine, Sampling
 from logra.run_settings import TrainSettings
 from logra.tasks.task import Problem, Task
+from logra.tasks.verdict import Verdict
 
 
 @dataclass(frozen=True)
 class Group:
-    """The completions of one prompt; `raw` has a score each, nan for no verdict."""
+    """The completions of one prompt, with a verdict each."""
 
     task: Task
     problem: Problem
     samples: list[Sample]
-    raw: list[float]
+    verdicts: list[Verdict]
+
+    @property
+    def raw(self) -> list[float]:
+        """A score each, nan for none."""
+        return [math.nan if verdict.score is None else verdict.score for verdict in self.verdicts]
 
     @property
     def has_signal(self) -> bool:
         """Whether graded samples of it differ in raw score."""
-        return len({score for score in self.raw if score == score}) > 1
+        return len({verdict.score for verdict in self.verdicts} - {None}) > 1
 
 
 @dataclass(frozen=True)
@@ -42,7 +49,7 @@ class Batch:
         raw: fp64 [samples], what the task gave; nan where there was no verdict.
         shaped: fp64 [samples], what advantages are made of.
         group_index: int64 [samples], position of the sample's group.
-        drawn: raw scores of all samples drawn, those of replaced groups included.
+        drawn: verdicts of all samples drawn, those of replaced groups included.
         replaced: groups that were replaced for want of signal.
     """
 
@@ -51,7 +58,7 @@ class Batch:
     raw: Tensor
     shaped: Tensor
     group_index: Tensor
-    drawn: Tensor
+    drawn: list[Verdict]
     replaced: int
 
 
@@ -102,20 +109,21 @@ class Collector:
             samples = self.engine.generate(prompts, self.sampling, update)
         with phases.phase("reward"):
             tasks, problems = zip(*(asked[sample.group_id - first] for sample in samples), strict=True)
-            raw = score_by_task(tasks, problems, samples)
+            verdicts = grade_by_task(tasks, problems, samples)
             groups = [
-                Group(task, problem, samples[place : place + size], raw[place : place + size])
+                Group(task, problem, samples[place : place + size], verdicts[place : place + size])
                 for place, (task, problem) in zip(range(0, count * size, size), asked, strict=True)
             ]
             for group in groups:
-                self.mixture.record(group.task, [score >= 1 for score in group.raw if score == score])
+                scores = [verdict.score for verdict in group.verdicts if verdict.score is not None]
+                self.mixture.record(group.task, [score >= 1 for score in scores])
         return groups
 
     def _batch(self, chosen: list[Group], drawn: Sequence[Group]) -> Batch:
         samples = [sample for group in chosen for sample in group.samples]
         raw = torch.tensor([score for group in chosen for score in group.raw], dtype=torch.float64)
         index = torch.tensor([place for place, group in enumerate(chosen) for _ in group.samples])
-        everything = torch.tensor([score for group in drawn for score in group.raw], dtype=torch.float64)
+        everything = [verdict for group in drawn for verdict in group.verdicts]
         return Batch(chosen, samples, raw, self._shape(raw, samples), index, everything, len(drawn) - len(chosen))
 
     def _shape(self, raw: Tensor, samples: list[Sample]) -> Tensor:

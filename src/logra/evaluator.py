@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scoring a policy on the held-out problems, always the same ones with the same random numbers."""
 
-import math
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import Any
 
 from logra.evaluation import EvaluationResult, evaluate
 from logra.model import Policy
-from logra.problems import Mixture, score_by_task
+from logra.problems import Mixture, grade_by_task
 from logra.rl.batch import Sample
 from logra.rollout.engine import Prompt, RolloutEngine, Sampling
 from logra.run_settings import TrainSettings
@@ -99,10 +98,10 @@ class Evaluator:
     def _scored(self, prompts: list[Prompt], sampling: Sampling) -> list[ScoredSample]:
         samples = self.engine.generate(prompts, sampling, 0)
         tasks, problems = zip(*(self.held_out[sample.group_id] for sample in samples), strict=True)
-        scores = score_by_task(tasks, problems, samples)
+        verdicts = grade_by_task(tasks, problems, samples)
         return [
-            ScoredSample(task.name, problem, sample, None if math.isnan(score) else score)
-            for task, problem, sample, score in zip(tasks, problems, samples, scores, strict=True)
+            ScoredSample(task.name, problem, sample, verdict.score)
+            for task, problem, sample, verdict in zip(tasks, problems, samples, verdicts, strict=True)
         ]
 
 

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The line of an update, and what every number in metrics.jsonl means."""
 
+from collections import Counter
 from typing import Any
 
 from logra.collect import Batch
 from logra.phases import Phases
 from logra.problems import Mixture
+from logra.tasks.verdict import OUTCOMES
 
 METRICS: dict[str, tuple[str, str]] = {
     "update": ("count", "updates done"),
@@ -13,6 +15,11 @@ METRICS: dict[str, tuple[str, str]] = {
     "pass_rate": ("share", "of graded samples drawn with a raw score of 1 or more: pass@1 on training problems"),
     "shaped_reward": ("score", "mean of what advantages are made of"),
     "ungraded": ("samples", "drawn, without a verdict"),
+    "outcomes": (
+        "samples",
+        "drawn, by what grading gave: right, wrong, unparseable (wrong, no answer could be read), "
+        "timed_out, crashed, no_verdict",
+    ),
     "samples": ("samples", "in the batch"),
     "samples_trained": ("samples", "of the batch that the loss has"),
     "groups_replaced": ("groups", "drawn, but replaced because their scores were all equal (rollout.refill)"),
@@ -42,14 +49,16 @@ METRICS: dict[str, tuple[str, str]] = {
 def update_line(update: int, batch: Batch, learned: dict[str, Any], phases: Phases, mixture: Mixture) -> dict[str, Any]:
     """All metrics of one update."""
     lengths = [len(sample.completion_ids) for sample in batch.samples]
-    known = batch.drawn[~batch.drawn.isnan()]
+    known = [verdict.score for verdict in batch.drawn if verdict.score is not None]
+    outcomes = Counter(verdict.outcome for verdict in batch.drawn)
     shaped = batch.shaped[~batch.shaped.isnan()]
     line: dict[str, Any] = {
         "update": update,
-        "reward": float(known.mean()) if len(known) else None,
-        "pass_rate": float((known >= 1).double().mean()) if len(known) else None,
+        "reward": sum(known) / len(known) if known else None,
+        "pass_rate": sum(score >= 1 for score in known) / len(known) if known else None,
         "shaped_reward": float(shaped.mean()) if len(shaped) else None,
         "ungraded": len(batch.drawn) - len(known),
+        "outcomes": {name: outcomes[name] for name in OUTCOMES},
         "samples": len(batch.samples),
         "groups_replaced": batch.replaced,
         "completion_tokens": sum(lengths),

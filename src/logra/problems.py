@@ -7,14 +7,14 @@ their own, each once before any comes again; generated problems are drawn withou
 
 import random
 from collections.abc import Sequence
-from math import nan
 from typing import Any
 
 from logra.curriculum import Ladder
 from logra.rl.batch import Sample
 from logra.run_settings import TaskSettings, TrainSettings
 from logra.tasks.choose import make_task
-from logra.tasks.task import Problem, Task
+from logra.tasks.task import Completion, Problem, Task
+from logra.tasks.verdict import Verdict
 
 TRAINING_SEED, EVALUATION_SEED = 0, 1_000_003  # of generated problems
 _ATTEMPTS = 1000
@@ -132,12 +132,11 @@ def _levels(name: str, settings: TaskSettings, seed: int) -> list[Task]:
     return [make_task(name, settings, seed, knobs) for knobs in settings.levels[name]]
 
 
-def score_by_task(tasks: Sequence[Task], problems: Sequence[Problem], samples: Sequence[Sample]) -> list[float]:
-    """Raw scores, nan for no verdict; each task sees all its samples of the batch at once, whole groups together."""
-    scores = [nan] * len(samples)
+def grade_by_task(tasks: Sequence[Task], problems: Sequence[Problem], samples: Sequence[Sample]) -> list[Verdict]:
+    """One verdict a sample; each task sees all its samples of the batch at once, whole groups together."""
+    verdicts: dict[int, Verdict] = {}
     for task in {id(task): task for task in tasks}.values():
         rows = [row for row, each in enumerate(tasks) if each is task]
-        given = task.score([problems[row] for row in rows], [samples[row].text for row in rows])
-        for row, score in zip(rows, given, strict=True):
-            scores[row] = nan if score is None else score
-    return scores
+        completions = [Completion(samples[row].text, samples[row].sample_id, samples[row].group_id) for row in rows]
+        verdicts |= zip(rows, task.grade([problems[row] for row in rows], completions), strict=True)
+    return [verdicts[row] for row in range(len(samples))]

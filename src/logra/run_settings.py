@@ -64,6 +64,11 @@ class TaskSettings:
     )
     promote_at: float = setting(0.8, "Pass rate at which a task goes on to its next level.", least=0.0)
     promote_samples: int = setting(256, "Latest graded samples of a level that this pass rate is of.", least=1)
+    reward_seconds: float = setting(
+        10.0, "Time for your reward to score the completions of one prompt; later they count as ungraded.", least=0.1
+    )
+    reward_memory_gib: float = setting(4.0, "Memory of each process that runs your reward; 0: no limit.", least=0.0)
+    reward_workers: int = setting(0, "Processes that run your reward; 0: as many as cores.", least=0)
     system_prompt: str | None = setting(None, "System message before each prompt, if the model has a chat template.")
     suffix: str = setting("", "Text after each prompt, such as 'Answer with the number only.'")
 

@@ -80,17 +80,18 @@ def score_number_list(completion: str, gold: str) -> float:
     return float(wanted is not None and got == wanted)
 
 
-def score_expression(completion: str, numbers: list[int], target: int) -> float:
-    """1 if the final answer is an expression of + - * / that uses each number at most once and equals the target."""
+def expression_of(completion: str) -> str | None:
+    """The arithmetic expression that a completion answers, what stands right of one equals sign left out; or None."""
     text = final_answer(completion).replace("\u2212", "-").replace("\u00d7", "*").replace("\u00f7", "/")
     text = text.split("=")[0].strip() if text.count("=") == 1 else text
-    if (
-        not text
-        or len(text) > 200
-        or not re.fullmatch(r"[\d\s+\-*/()]+", text, re.ASCII)
-        or "**" in text
-        or "//" in text
-    ):
+    plain = re.fullmatch(r"[\d\s+\-*/()]+", text, re.ASCII) and "**" not in text and "//" not in text
+    return text if plain and len(text) <= 200 else None
+
+
+def score_expression(completion: str, numbers: list[int], target: int) -> float:
+    """1 if the final answer is an expression of + - * / that uses each number at most once and equals the target."""
+    text = expression_of(completion)
+    if text is None:
         return 0.0
     try:
         tree = ast.parse(text, mode="eval")

@@ -8,6 +8,7 @@ from logra.run_settings import TaskSettings
 from logra.tasks.dataset import DatasetTask, Source
 from logra.tasks.generated import PLAIN, SCORERS, generated_task
 from logra.tasks.known_sets import KNOWN_SETS
+from logra.tasks.rewards import RewardLimits
 from logra.tasks.task import Task
 
 
@@ -40,4 +41,5 @@ def make_task(name: str, settings: TaskSettings, seed: int, knobs: dict[str, Any
     unknown = sorted(set(described) - set(known))
     if unknown or "path" not in described:
         raise ValueError(f"source of task {name!r} has {sorted(described)}; it needs path and may have {known[1:]}")
-    return DatasetTask(name, Source(**described))
+    limits = RewardLimits(settings.reward_seconds, int(settings.reward_memory_gib * 2**30), settings.reward_workers)
+    return DatasetTask(name, Source(**described), limits)

@@ -12,8 +12,9 @@ from typing import Any
 
 from logra.config import check_allowed
 from logra.tasks.answers import last_boxed
-from logra.tasks.rewards import call_reward, gold_fails, load_reward, weighted
-from logra.tasks.task import Problem
+from logra.tasks.rewards import RewardLimits, gold_trouble, make_reward, weighted
+from logra.tasks.task import Completion, Problem
+from logra.tasks.verdict import Verdict
 
 GOLDS = ("plain", "after_hashes", "boxed")
 
@@ -94,9 +95,9 @@ class DatasetTask:
 
     finite = True
 
-    def __init__(self, name: str, source: Source) -> None:
+    def __init__(self, name: str, source: Source, limits: RewardLimits | None = None) -> None:
         self.name, self.source = name, source
-        self.rewards = {spec: load_reward(spec) for spec in source.rewards}
+        self.rewards = {spec: make_reward(spec, limits) for spec in source.rewards}
         rows = read_rows(source)
         if not rows:
             raise ValueError(f"task {name!r}: {source.path} has no rows")
@@ -125,8 +126,9 @@ class DatasetTask:
         if not gold:
             return f"no answer in column {source.answer!r} (gold: {source.gold})"
         for reward in source.rewards:
-            if gold_fails(reward, gold):
-                return f"answer {gold[:60]!r} does not score 1 by reward {reward!r}"
+            trouble = gold_trouble(reward, gold)
+            if trouble:
+                return f"answer {gold[:60]!r}: {trouble}"
         rest = {key: value for key, value in row.items() if key not in (source.prompt, source.answer)}
         return Problem(f"{self.name}-{number}", prompt, gold, rest)
 
@@ -148,10 +150,10 @@ class DatasetTask:
         """Problem `index`, from 0."""
         return self._problems[index]
 
-    def score(self, problems: Sequence[Problem], completions: Sequence[str]) -> list[float | None]:
-        """The weighted sum of the rewards; None where one of them gives no verdict."""
-        scores = [call_reward(name, reward, problems, completions) for name, reward in self.rewards.items()]
-        return weighted(scores, list(self.source.rewards.values()))
+    def grade(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Verdict]:
+        """The weighted sum of the rewards; no score where one of them has none."""
+        verdicts = [reward(problems, completions) for reward in self.rewards.values()]
+        return weighted(verdicts, list(self.source.rewards.values()))
 
 
 def _gold(answer: Any, where: str) -> str:

@@ -7,37 +7,64 @@ pays any text. Two small tasks in plain notation, `sums` and `times`, need no pa
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from logra.tasks.answers import score_expression, score_number, score_number_list, score_text
-from logra.tasks.task import Problem
+from logra.tasks.answers import (
+    expression_of,
+    final_answer,
+    number_list,
+    plain_number,
+    score_expression,
+    score_number,
+    score_number_list,
+    score_text,
+)
+from logra.tasks.task import Completion, Problem
+from logra.tasks.verdict import Verdict, graded
 
 _SIZE = 1_000_000
-_EVALUATION_START = 2_000_000_000  # training problems are drawn below it, evaluation problems from it on
-
-Scorer = Callable[[str, Problem], float]
 
 
-def _by_gold(score: Callable[[str, str], float]) -> Scorer:
-    return lambda completion, problem: score(completion, problem.answer)
+@dataclass(frozen=True)
+class Scorer:
+    """How a task's completions are graded: `score` exactly, and whether there is an answer to read at all."""
+
+    score: Callable[[str, Problem], float]
+    parses: Callable[[str], bool]
 
 
-def _countdown(completion: str, problem: Problem) -> float:
-    return score_expression(completion, problem.columns["numbers"], problem.columns["target"])
+def _is_number(completion: str) -> bool:
+    return plain_number(final_answer(completion)) is not None
 
 
+NUMBER = Scorer(lambda completion, problem: score_number(completion, problem.answer), _is_number)
+TEXT = Scorer(lambda completion, problem: score_text(completion, problem.answer), lambda c: bool(final_answer(c)))
 SCORERS: dict[str, Scorer] = {
-    "products": _by_gold(score_number),
-    "chain_sum": _by_gold(score_number),
-    "gcd": _by_gold(score_number),
-    "count_bits": _by_gold(score_number),
-    "simple_equations": _by_gold(score_number),
-    "letter_counting": _by_gold(score_number),
-    "base_conversion": _by_gold(score_text),
-    "spell_backward": _by_gold(score_text),
-    "number_sorting": _by_gold(score_number_list),
-    "countdown": _countdown,
+    "products": NUMBER,
+    "chain_sum": NUMBER,
+    "gcd": NUMBER,
+    "count_bits": NUMBER,
+    "simple_equations": NUMBER,
+    "letter_counting": NUMBER,
+    "base_conversion": TEXT,
+    "spell_backward": TEXT,
+    "number_sorting": Scorer(
+        lambda completion, problem: score_number_list(completion, problem.answer),
+        lambda completion: number_list(final_answer(completion)) is not None,
+    ),
+    "countdown": Scorer(
+        lambda completion, problem: score_expression(completion, problem.columns["numbers"], problem.columns["target"]),
+        lambda completion: expression_of(completion) is not None,
+    ),
 }
+
+
+def _grade(scorer: Scorer, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Verdict]:
+    return [
+        graded(scorer.score(each.text, problem), scorer.parses(each.text))
+        for problem, each in zip(problems, completions, strict=True)
+    ]
 
 
 class ReasoningGymTask:
@@ -76,10 +103,9 @@ class ReasoningGymTask:
         item = self._items[index]
         return Problem(f"{self.name}-{index}", item["question"].strip(), str(item["answer"]), dict(item["metadata"]))
 
-    def score(self, problems: Sequence[Problem], completions: Sequence[str]) -> list[float | None]:
+    def grade(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Verdict]:
         """1 for the exact answer, else 0."""
-        scorer = SCORERS[self.name]
-        return [scorer(completion, problem) for problem, completion in zip(problems, completions, strict=True)]
+        return _grade(SCORERS[self.name], problems, completions)
 
 
 class PlainArithmetic:
@@ -107,11 +133,9 @@ class PlainArithmetic:
         )
         return Problem(f"{self.name}-{index}", prompt, str(answer))
 
-    def score(self, problems: Sequence[Problem], completions: Sequence[str]) -> list[float | None]:
+    def grade(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Verdict]:
         """1 for the exact number, else 0."""
-        return [
-            score_number(completion, problem.answer) for problem, completion in zip(problems, completions, strict=True)
-        ]
+        return _grade(NUMBER, problems, completions)
 
 
 PLAIN = ("sums", "times")

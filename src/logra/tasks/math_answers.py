@@ -8,17 +8,16 @@ time: what it is given has passed guards of length, depth and size of exponents,
 grading. An answer that was not graded in time has no verdict (None), not a score of 0.
 """
 
-import multiprocessing
 import re
-import threading
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any
 
 from logra.tasks.answers import final_answer
+from logra.tasks.verdict import CRASHED, TIMED_OUT, Verdict, graded
+from logra.tasks.worker_pool import Limits, WorkerPool
 
 MAX_CHARACTERS, MAX_DEPTH, MAX_EXPONENT_DIGITS, MAX_POWERS = 400, 12, 3, 6
-VERDICT_SECONDS, START_SECONDS = 1.0, 60.0
+VERDICT_SECONDS = 1.0
 
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
 _RATIONAL = re.compile(
@@ -88,97 +87,52 @@ def _has_tower(answer: str) -> bool:
     return False
 
 
-class MathGrader:
-    """math-verify in a process that can be killed; usable from any thread."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._process: Any = None
-        self._pipe: Any = None
-
-    def same(self, gold: str, answer: str) -> bool | None:
-        """The verdict of math-verify, or None if there is none within a second."""
-        with self._lock:
-            if self._process is None or not self._process.is_alive():
-                self._start()
-            try:
-                self._pipe.send((gold, answer))
-                if self._pipe.poll(VERDICT_SECONDS):
-                    return self._pipe.recv()
-            except (EOFError, OSError):
-                pass
-            self.close()
-            return None
-
-    def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_work, args=(theirs,), daemon=True)
-        self._process.start()
-        theirs.close()
-        if not self._pipe.poll(START_SECONDS) or self._pipe.recv() != "ready":
-            self.close()
-            raise RuntimeError("the process that runs math-verify did not start; is math-verify installed?")
-
-    def close(self) -> None:
-        """End the process; the next call starts another."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.join()
-            self._pipe.close()
-        self._process = None
+_pool = WorkerPool("math", Limits(wall_seconds=VERDICT_SECONDS, cpu_seconds=4, memory_bytes=4 << 30))
 
 
-def _work(pipe: Any) -> None:
-    """The worker: memory-limited, answers until its pipe closes."""
-    import logging
-    import warnings
-
-    warnings.simplefilter("ignore")
-    logging.disable(logging.CRITICAL)
-    try:
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
-    except (ImportError, ValueError, OSError):
-        pass
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
-
-    def parsed(text: str) -> Any:
-        found = parse(f"$${text}$$", [LatexExtractionConfig(), ExprExtractionConfig()], parsing_timeout=None)
-        return found or parse(text, [LatexExtractionConfig(), ExprExtractionConfig()], parsing_timeout=None)
-
-    pipe.send("ready")
-    while True:
-        try:
-            gold, answer = pipe.recv()
-        except EOFError:
-            return
-        try:
-            verdict = bool(verify(parsed(gold), parsed(answer), float_rounding=15, timeout_seconds=None))
-        except Exception:
-            verdict = False
-        pipe.send(verdict)
-
-
-_grader = MathGrader()
+def grade_math(completions: Sequence[str], golds: Sequence[str]) -> list[Verdict]:
+    """One verdict for each completion; those that need math-verify go to its processes side by side."""
+    verdicts: dict[int, Verdict] = {}
+    asked: list[int] = []
+    requests: list[tuple[str, str]] = []
+    for row, (completion, gold) in enumerate(zip(completions, golds, strict=True)):
+        answer, wanted = tidy(final_answer(completion)), tidy(gold)
+        known = _without_math_verify(answer, wanted)
+        if known is not None:
+            verdicts[row] = known
+        else:
+            asked.append(row)
+            requests.append((wanted, answer))
+    for row, reply in zip(asked, _pool.map(requests), strict=True):
+        if reply.status == "done":
+            same, could_be_read = reply.value
+            verdicts[row] = graded(float(same), could_be_read)
+        elif reply.status == "raised":
+            verdicts[row] = graded(0.0, parsed=False)
+        else:
+            verdicts[row] = TIMED_OUT if reply.status == "timed_out" else CRASHED
+    return [verdicts[row] for row in range(len(completions))]
 
 
 def score_math(completion: str, gold: str) -> float | None:
     """1 if the completion's answer is the gold answer, 0 if not, None if that could not be decided in time."""
-    answer = tidy(final_answer(completion))
-    wanted = tidy(gold)
-    if not answer or ("=" in answer and "=" not in wanted):
-        return 0.0
+    return grade_math([completion], [gold])[0].score
+
+
+def _without_math_verify(answer: str, wanted: str) -> Verdict | None:
+    """The verdict that needs no algebra, or None."""
+    if not answer:
+        return graded(0.0, parsed=False)
+    if "=" in answer and "=" not in wanted:
+        return graded(0.0)
     left, right = exact_rational(wanted), exact_rational(answer)
     if left is not None and right is not None:
-        return float(left == right)
+        return graded(float(left == right))
     if answer == wanted:
-        return 1.0
-    if not is_safe(answer) or not _same_shape(wanted, answer):
-        return 0.0
-    verdict = _grader.same(wanted, answer)
-    return None if verdict is None else float(verdict)
+        return graded(1.0)
+    if not is_safe(answer):
+        return graded(0.0, parsed=False)
+    return None if _same_shape(wanted, answer) else graded(0.0)
 
 
 def _same_shape(gold: str, answer: str) -> bool:
@@ -187,8 +141,3 @@ def _same_shape(gold: str, answer: str) -> bool:
     commas = [len(re.findall(r",(?!\d{3}(?!\d))", side)) for side in (gold, answer)]
     words = [set(re.findall(r"(?<![\\a-zA-Z])[a-zA-Z]{1,}(?![a-zA-Z{])", side)) for side in (gold, answer)]
     return pairs[0] == pairs[1] and commas[0] == commas[1] and words[0] == words[1] and "..." not in answer
-
-
-def checked_golds(golds: Sequence[str]) -> list[int]:
-    """Positions (from 0) of golds that cannot be used: empty, unsafe, or not equal to themselves."""
-    return [i for i, gold in enumerate(golds) if not gold.strip() or score_math(f"\\boxed{{{gold}}}", gold) != 1.0]

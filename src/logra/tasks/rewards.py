@@ -1,113 +1,210 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A user's reward: one Python function, named `module:function` or `file.py:function`.
+"""Rewards by name: "number", "text", "math", "code", or a user's function.
+
+A user's function is named `module:function` or `file.py:function`:
 
     reward(prompts, completions, answers, **columns) -> list[float | None]
 
-All arguments are lists with one entry a sample, columns of the data set included, so functions written
-for TRL work as they are. None means no verdict. Arguments that the function does not name, and has no
-**kwargs for, are not passed.
+It is called in a process of its own, once for each group (the completions of one prompt). All arguments are lists with
+one entry a sample: columns of the data set, `sample_ids` and `group_ids` are there too, so functions written for TRL
+work as they are. None means no verdict. Arguments that the function does not name, and has no **kwargs for, are not
+passed. What becomes of a function that fails:
+
+| it | outcome |
+| --- | --- |
+| gives None | no verdict: the sample counts nowhere |
+| takes too long | timed out: its group counts nowhere, its process is killed and replaced |
+| runs out of memory, or ends its process | crashed: likewise |
+| raises, gives too few or too many scores, NaN, or what is no number | the run stops and shows the sample |
 """
 
-import importlib
-import importlib.util
-import inspect
+import json
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-from logra.tasks.answers import score_number, score_text
-from logra.tasks.math_answers import score_math
-from logra.tasks.task import Problem
+from logra.tasks.answers import final_answer, plain_number, score_number, score_text
+from logra.tasks.math_answers import grade_math
+from logra.tasks.task import Completion, Problem
+from logra.tasks.verdict import CRASHED, TIMED_OUT, Verdict, graded
+from logra.tasks.worker_pool import Answer, Limits, WorkerPool
 
-Reward = Callable[..., Any]
-BUILT_IN: dict[str, Callable[[str, str], float | None]] = {
-    "number": score_number,
-    "text": score_text,
-    "math": score_math,
+
+class Reward(Protocol):
+    """Grades completions of problems."""
+
+    def __call__(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Verdict]:
+        """One verdict for each completion."""
+        ...
+
+
+def grade_numbers(problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Verdict]:
+    """1 for the exact number."""
+    return [
+        graded(score_number(each.text, problem.answer), plain_number(final_answer(each.text)) is not None)
+        for problem, each in zip(problems, completions, strict=True)
+    ]
+
+
+def grade_texts(problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Verdict]:
+    """1 for the exact text, letter case aside."""
+    return [
+        graded(score_text(each.text, problem.answer), bool(final_answer(each.text)))
+        for problem, each in zip(problems, completions, strict=True)
+    ]
+
+
+def grade_mathematics(problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Verdict]:
+    """1 for the same mathematical answer."""
+    return grade_math([each.text for each in completions], [problem.answer for problem in problems])
+
+
+class CodeReward:
+    """1 if the completion's Python passes the tests that stand in the answer column; see `logra.tasks.code_tests`."""
+
+    def __init__(self, workers: int = 0) -> None:
+        # Each test has limits of its own; this one is for the process that starts them.
+        self.pool = WorkerPool("code", Limits(wall_seconds=120.0, cpu_seconds=120, memory_bytes=0), workers)
+
+    def __call__(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Verdict]:
+        """One verdict for each completion."""
+        requests = [(each.text, problem.answer) for problem, each in zip(problems, completions, strict=True)]
+        return [self._verdict(answer) for answer in self.pool.map(requests)]
+
+    def _verdict(self, answer: Answer) -> Verdict:
+        if answer.status == "raised":
+            raise ValueError(f"reward 'code' could not run its tests: {answer.message}")
+        if answer.status != "done":
+            return TIMED_OUT if answer.status == "timed_out" else CRASHED
+        outcome, _ = answer.value
+        # Code that does not end is wrong: its time limit is part of the task.
+        return graded(float(outcome == "right"), parsed=outcome != "unparseable")
+
+
+@dataclass(frozen=True)
+class RewardLimits:
+    """Of a user's function: seconds for one group, memory and processes."""
+
+    seconds: float = 10.0
+    memory_bytes: int = 4 << 30
+    workers: int = 0
+
+
+class UserReward:
+    """A user's function, called in processes that can be killed.
+
+    Raises:
+        ValueError: there is no such function; the message says what was looked for.
+    """
+
+    def __init__(self, name: str, limits: RewardLimits) -> None:
+        self.name = name
+        if ":" not in name:
+            raise ValueError(f"reward {name!r} must be one of {sorted(BUILT_IN)}, module:function or file.py:function")
+        wall = Limits(limits.seconds, max(1, math.ceil(limits.seconds)), limits.memory_bytes)
+        self.pool = WorkerPool(f"reward={name}", wall, limits.workers)
+        try:
+            self.pool.start()
+        except ValueError as error:
+            raise ValueError(f"reward {name!r}: {error}") from error
+
+    def __call__(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Verdict]:
+        """One verdict for each completion.
+
+        Raises:
+            ValueError: the function raised, or gave another number of scores or something that is no score. The message
+                shows what it was given.
+        """
+        groups: dict[int, list[int]] = {}
+        for row, completion in enumerate(completions):
+            groups.setdefault(completion.group_id, []).append(row)
+        requests = [self._arguments([(problems[row], completions[row]) for row in rows]) for rows in groups.values()]
+        verdicts: dict[int, Verdict] = {}
+        for rows, given, answer in zip(groups.values(), requests, self.pool.map(requests), strict=True):
+            verdicts |= zip(rows, self._verdicts(given, answer), strict=True)
+        return [verdicts[row] for row in range(len(completions))]
+
+    def _arguments(self, group: list[tuple[Problem, Completion]]) -> dict[str, Any]:
+        names = {key for problem, _ in group for key in problem.columns}
+        columns = {key: [problem.columns.get(key) for problem, _ in group] for key in names}
+        return columns | {
+            "prompts": [problem.prompt for problem, _ in group],
+            "completions": [completion.text for _, completion in group],
+            "answers": [problem.answer for problem, _ in group],
+            "sample_ids": [completion.sample_id for _, completion in group],
+            "group_ids": [completion.group_id for _, completion in group],
+        }
+
+    def _verdicts(self, given: dict[str, Any], answer: Answer) -> list[Verdict]:
+        count = len(given["completions"])
+        samples = [
+            f"sample {sample}: prompt {_short(prompt)}, completion {_short(completion)}"
+            for sample, prompt, completion in zip(
+                given["sample_ids"], given["prompts"], given["completions"], strict=True
+            )
+        ]
+        shown = f"first of {count} samples, {samples[0]}"
+        if answer.status == "raised":
+            raise ValueError(f"reward {self.name!r} raised {answer.message} ({shown})\n{answer.trace}".rstrip())
+        if answer.status != "done":
+            return [TIMED_OUT if answer.status == "timed_out" else CRASHED] * count
+        if len(answer.value) != count:
+            raise ValueError(f"reward {self.name!r} gave {len(answer.value)} scores for {count} samples ({shown})")
+        for place, score in enumerate(answer.value):
+            if score is not None and not math.isfinite(score):
+                raise ValueError(
+                    f"reward {self.name!r} gave {score!r}; a score is a finite number, or None ({samples[place]})"
+                )
+        return [graded(score) for score in answer.value]
+
+
+BUILT_IN: dict[str, Callable[[], Reward]] = {
+    "number": lambda: grade_numbers,
+    "text": lambda: grade_texts,
+    "math": lambda: grade_mathematics,
+    "code": CodeReward,
 }
 
 
-def load_reward(name: str) -> Reward:
-    """The function that `name` names: "number", "text", "math", "module:function" or "file.py:function".
+def make_reward(name: str, limits: RewardLimits | None = None) -> Reward:
+    """The reward that `name` names.
 
     Raises:
-        ValueError: it is not there, or is no function; the message says what was looked for.
+        ValueError: there is none; the message says what was looked for.
     """
-    if name in BUILT_IN:
-        score = BUILT_IN[name]
-        return lambda completions, answers: [score(c, a) for c, a in zip(completions, answers, strict=True)]
-    place, _, attribute = name.partition(":")
-    if not attribute:
-        raise ValueError(f"reward {name!r} must be one of {sorted(BUILT_IN)}, module:function or file.py:function")
-    try:
-        if place.endswith(".py"):
-            spec = importlib.util.spec_from_file_location(Path(place).stem, place)
-            assert spec is not None and spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-        else:
-            module = importlib.import_module(place)
-    except (ImportError, OSError) as error:
-        raise ValueError(f"reward {name!r}: {place} could not be imported ({error})") from error
-    function = getattr(module, attribute, None)
-    if not callable(function):
-        found = sorted(key for key, value in vars(module).items() if inspect.isfunction(value))
-        raise ValueError(f"reward {name!r}: {place} has no function {attribute!r}; it has {found}")
-    return function
+    return BUILT_IN[name]() if name in BUILT_IN else UserReward(name, limits or RewardLimits())
 
 
-def gold_fails(name: str, gold: str) -> bool:
-    """Whether a built-in reward would not pay the gold answer itself; a user's reward is not asked."""
-    return name in BUILT_IN and all(BUILT_IN[name](told, gold) != 1.0 for told in (f"\\boxed{{{gold}}}", gold))
+def gold_trouble(name: str, gold: str) -> str | None:
+    """Why a built-in reward cannot use a gold answer, or None; a user's reward is not asked."""
+    if name == "code":
+        try:
+            compile(gold, "tests", "exec")
+        except (SyntaxError, ValueError):
+            return "its tests are no Python"
+        return None
+    if name not in BUILT_IN:
+        return None
+    problem = Problem("gold", "", gold)
+    told = [Completion(f"\\boxed{{{gold}}}"), Completion(gold)]
+    scores = [verdict.score for verdict in BUILT_IN[name]()([problem] * 2, told)]
+    return None if 1.0 in scores else f"it does not score 1 by reward {name!r}"
 
 
-def call_reward(
-    name: str, reward: Reward, problems: Sequence[Problem], completions: Sequence[str]
-) -> list[float | None]:
-    """Scores of `completions`, one each, checked.
-
-    Raises:
-        ValueError: the function raised, or gave another number of scores or something that is no score. The message
-            shows what it was given.
-    """
-    columns = (
-        {key: [problem.columns.get(key) for problem in problems] for key in problems[0].columns} if problems else {}
-    )
-    given = columns | {
-        "prompts": [problem.prompt for problem in problems],
-        "completions": list(completions),
-        "answers": [problem.answer for problem in problems],
-    }
-    parameters = inspect.signature(reward).parameters
-    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-        given = {key: value for key, value in given.items() if key in parameters}
-    shown = (
-        f"first of {len(problems)} samples: prompt {_short(problems[0].prompt)}, completion {_short(completions[0])}"
-    )
-    try:
-        scores = list(reward(**given))
-    except Exception as error:
-        raise ValueError(f"reward {name!r} raised {type(error).__name__}: {error} ({shown})") from error
-    if len(scores) != len(completions):
-        raise ValueError(f"reward {name!r} gave {len(scores)} scores for {len(completions)} samples ({shown})")
-    checked: list[float | None] = []
-    for score in scores:
-        if score is not None and (not isinstance(score, (int, float)) or not math.isfinite(score)):
-            raise ValueError(f"reward {name!r} gave {score!r}; a score is a finite number, or None ({shown})")
-        checked.append(None if score is None else float(score))
-    return checked
-
-
-def weighted(scores: Sequence[Sequence[float | None]], weights: Sequence[float]) -> list[float | None]:
-    """Weighted sums sample by sample; None where any reward gave no verdict."""
-    sums: list[float | None] = []
-    for row in zip(*scores, strict=True):
-        known = [score for score in row if score is not None]
-        sums.append(sum(w * s for w, s in zip(weights, known, strict=True)) if len(known) == len(row) else None)
+def weighted(verdicts: Sequence[Sequence[Verdict]], weights: Sequence[float]) -> list[Verdict]:
+    """Weighted sums sample by sample; no score where any reward has none."""
+    sums: list[Verdict] = []
+    for row in zip(*verdicts, strict=True):
+        without = [verdict for verdict in row if verdict.score is None]
+        if without:
+            sums.append(without[0])
+            continue
+        total = sum(weight * (verdict.score or 0.0) for weight, verdict in zip(weights, row, strict=True))
+        sums.append(graded(total, parsed=any(verdict.outcome != "unparseable" for verdict in row)))
     return sums
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    text = json.dumps(value, default=str)
     return text if len(text) <= 120 else text[:117] + "..."

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from logra.tasks.verdict import Verdict
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -23,6 +25,15 @@ class Problem:
     columns: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Completion:
+    """What is graded: a completion's text, and whose it is."""
+
+    text: str
+    sample_id: int = 0
+    group_id: int = 0
+
+
 class Task(Protocol):
     """Where problems come from. Problem i is the same in every run and on every machine."""
 
@@ -37,6 +48,6 @@ class Task(Protocol):
         """Problem `index`, from 0."""
         ...
 
-    def score(self, problems: Sequence[Problem], completions: Sequence[str]) -> list[float | None]:
-        """One raw score for each completion; None means no verdict."""
+    def grade(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Verdict]:
+        """One verdict for each completion; the completions of a group stand together."""
         ...
