@@ -5,10 +5,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo example test format clean
+.PHONY: demo example test test-browser format clean
 
 demo: $(READY)
 	$(BIN)/logra train --config recipes/tiny.yaml
+	$(BIN)/logra report runs/tiny -o runs/tiny/report.html
 
 example: $(READY)
 	$(BIN)/python examples/optimizer_only.py
@@ -18,6 +19,11 @@ test: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest
+
+# Chromium and its driver come from the system's packages where they are missing.
+test-browser: $(READY)
+	command -v chromium chromedriver >/dev/null || (apt-get update -qq && apt-get install -y -qq chromium chromium-driver)
+	$(BIN)/python -m pytest browser
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

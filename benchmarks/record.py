@@ -33,8 +33,8 @@ def write_result(
     """Write benchmarks/results/NAME.json, whole or not at all; `more` are keys beside rows and ratios."""
     result = {
         "command": " ".join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]]),
-        "commit": _git("rev-parse", "HEAD"),
-        "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "commit": commit(),
+        "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no", ":!results")),
         "versions": {package: _version(package) for package in ("torch", "transformers", "peft", "numpy", "logra")},
         "python": platform.python_version(),
         "cpu": _cpu(),
@@ -50,6 +50,11 @@ def write_result(
     temporary.write_text(json.dumps(result, indent=1) + "\n")
     os.replace(temporary, path)
     return path
+
+
+def commit() -> str:
+    """The commit that is checked out."""
+    return _git("rev-parse", "HEAD")
 
 
 def _git(*arguments: str) -> str:

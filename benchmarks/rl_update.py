@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole RL updates (rollout, reward, learning) on SmolLM2-135M: ours with AdamW and LoGRA, and TRL's GRPOTrainer.
+"""Whole RL updates (rollout, reward, learning) on SmolLM2-135M: LoGRA, AdamW and LoRA here, and TRL's GRPOTrainer.
 
     python scripts/fetch_smollm2.py
     pip install trl
     python -m benchmarks.rl_update
 
-64 samples (8 prompts, 8 each) of at most 16 tokens, GRPO advantages, no reference model, bf16 compute, fp32
-weights. The methods take turns in rounds; each round's first update warms up and is not counted. TRL generates with
-transformers, its one engine on a CPU without a server.
+64 samples (8 prompts, 8 each) of at most 16 tokens, GRPO advantages, no reference model. Ours computes in bf16, on fp32
+weights. TRL generates with transformers, its one engine on a CPU without a server; each of the ways to run it in
+`TRL_WAYS` is tried first, and the fastest takes part. The methods take turns in rounds; each round's first update warms
+up and is not counted. Everything runs with the allocator settings of `benchmarks.update_time`, which help TRL more.
 """
 
 import argparse
 import json
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.record import summary, write_result
+from benchmarks.update_time import ALLOCATOR
 from logra.model import load_policy
 from logra.problems import Mixture
 from logra.rollout.transformers_engine import TransformersEngine
@@ -32,8 +37,9 @@ from logra.run_settings import (
     TrainSettings,
 )
 from logra.trainer import Trainer
-from logra.update_rules import make_rule
+from logra.update_rules import add_adapters, make_rule
 
+OURS = ("logra", "adamw", "lora")
 KNOBS = {"chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}}
 
 
@@ -52,12 +58,22 @@ def settings_for(method: str, model: str) -> TrainSettings:
 def our_trainer(method: str, model: str) -> Trainer:
     settings = settings_for(method, model)
     policy = load_policy(settings.model)
-    rule = make_rule(policy.model, settings.method, 0)
+    model_to_train = add_adapters(policy.model, settings.method) if method == "lora" else policy.model
+    rule = make_rule(model_to_train, settings.method, 0)
     engine = TransformersEngine(policy.causal, policy.tokenizer, policy.end_ids, policy.pad_id, torch.bfloat16)
     return Trainer(settings, policy, engine, rule)
 
 
-def trl_round(model: str, updates: int, rows: list[dict[str, Any]]) -> list[float]:
+# Weights, autocast, samples at once.
+TRL_WAYS: dict[str, tuple[str, bool, int]] = {
+    "bf16 weights": ("bfloat16", False, 64),
+    "bf16 autocast": ("float32", True, 64),
+    "fp32": ("float32", False, 64),
+    "bf16 weights, 16 at once": ("bfloat16", False, 16),
+}
+
+
+def trl_round(model: str, updates: int, rows: list[dict[str, Any]], way: str) -> list[float]:
     """Seconds of each GRPO step, the first one left out."""
     from datasets import Dataset
     from transformers import TrainerCallback
@@ -80,22 +96,24 @@ def trl_round(model: str, updates: int, rows: list[dict[str, Any]]) -> list[floa
             self.seconds.append(time.perf_counter() - self.start)
 
     clock = Clock()
+    dtype, autocast, at_once = TRL_WAYS[way]
     arguments = GRPOConfig(
         output_dir="runs/trl",
         max_steps=updates + 1,
-        per_device_train_batch_size=64,
+        per_device_train_batch_size=at_once,
+        gradient_accumulation_steps=64 // at_once,
         num_generations=8,
         max_completion_length=16,
         learning_rate=1e-6,
         beta=0.0,
-        bf16=True,
+        bf16=autocast,
         use_cpu=True,
         gradient_checkpointing=False,
         save_strategy="no",
         report_to=[],
         logging_steps=1000,
         disable_tqdm=True,
-        model_init_kwargs={"dtype": "float32"},
+        model_init_kwargs={"dtype": dtype},
     )
     trainer = GRPOTrainer(
         model=model, reward_funcs=reward, args=arguments, train_dataset=Dataset.from_list(rows), callbacks=[clock]
@@ -107,17 +125,20 @@ def trl_round(model: str, updates: int, rows: list[dict[str, Any]]) -> list[floa
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="runs/smollm2")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--updates", type=int, default=4, help="counted updates of each method in a round")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--updates", type=int, default=3, help="counted updates of each method in a round")
     arguments = parser.parse_args()
     mixture = Mixture(settings_for("adamw", arguments.model))
     problems = [mixture.next_problem()[1] for _ in range(64)]
     rows = [{"prompt": [{"role": "user", "content": p.prompt}], "answer": p.answer} for p in problems]
-    ours = {method: our_trainer(method, arguments.model) for method in ("adamw", "logra")}
-    seconds: dict[str, list[float]] = {"trl": [], "adamw": [], "logra": []}
-    phases: dict[str, list[dict[str, float]]] = {"adamw": [], "logra": []}
+    tried = {way: min(trl_round(arguments.model, 2, rows, way)) for way in TRL_WAYS}
+    way = min(tried, key=lambda each: tried[each])
+    print(tried, flush=True)
+    ours = {method: our_trainer(method, arguments.model) for method in OURS}
+    seconds: dict[str, list[float]] = {"trl": [], **{method: [] for method in OURS}}
+    phases: dict[str, list[dict[str, float]]] = {method: [] for method in OURS}
     for turn in range(arguments.rounds):
-        seconds["trl"] += trl_round(arguments.model, arguments.updates, rows)
+        seconds["trl"] += trl_round(arguments.model, arguments.updates, rows, way)
         for method, trainer in ours.items():
             for update in range(arguments.updates + 1):
                 start = time.perf_counter()
@@ -128,13 +149,14 @@ def main() -> None:
         print(turn, {method: summary(values) for method, values in seconds.items()}, flush=True)
     table = []
     for method, values in seconds.items():
-        row: dict[str, Any] = {"method": method, "dtype": "bf16", "unit": "seconds", "total": summary(values)}
+        row: dict[str, Any] = {"method": method, "unit": "seconds", "total": summary(values)}
         for phase in ("rollout", "reward", "learning") if method in phases else ():
             row[phase] = summary([each[phase] for each in phases[method]])
         table.append(row)
     middle = {method: summary(values)["median"] for method, values in seconds.items()}
-    ratios = {f"{method}_over_trl": middle[method] / middle["trl"] for method in ("adamw", "logra")}
-    print(json.dumps(ratios), write_result("rl_update", table, ratios, {**vars(arguments), "trl": _trl_version()}))
+    ratios = {f"{method}_over_trl": middle[method] / middle["trl"] for method in OURS}
+    settings = {**vars(arguments), "trl": _trl_version(), "trl_way": way, "trl_ways_tried": tried, **ALLOCATOR}
+    print(json.dumps(ratios), write_result("rl_update", table, ratios, settings))
 
 
 def _trl_version() -> str:
@@ -144,5 +166,8 @@ def _trl_version() -> str:
 
 
 if __name__ == "__main__":
+    if any(os.environ.get(name) != value for name, value in ALLOCATOR.items()):
+        command = [sys.executable, "-m", "benchmarks.rl_update", *sys.argv[1:]]
+        raise SystemExit(subprocess.run(command, env=os.environ | ALLOCATOR, check=False).returncode)
     Path("runs").mkdir(exist_ok=True)
     main()

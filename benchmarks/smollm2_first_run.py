@@ -4,23 +4,26 @@
     python scripts/fetch_smollm2.py
     python -m benchmarks.smollm2_first_run [--cells logra adamw_3e-5 ...]
 
-Each cell is a run of its own process in runs/first_run; finished ones are kept, so the command can be stopped and given
-again. Greedy and sampled pass@1 are of 200 held-out problems. Memory is the resident memory of the process while
-learning, peak and average. The saved model is loaded anew with plain transformers and must give the score and the
-log-probabilities that the trainer had at the end.
+Each cell is a run of its own process in runs/first_run; finished parts are kept, so the command can be stopped and
+given again. Greedy and sampled pass@1 are of 200 held-out problems. Memory is the resident memory of another process
+while learning, peak and average over three updates. Seconds of an update are of the three methods taking turns in one
+process. The saved model is loaded anew with plain transformers and must give the score and the log-probabilities that
+the trainer had at the end.
 """
 
 import argparse
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.record import summary, write_result
+from benchmarks.record import commit, summary, write_result
 from logra.cli import make_parser
 from logra.evaluator import Evaluator
 from logra.model import load_policy
@@ -41,6 +44,8 @@ CELLS = {
     "lora": ["--method.name", "lora", "--method.lr", "1e-4"],
 }
 FOLDER = Path("runs/first_run")
+# Large blocks go back to the system when they are freed, so that resident memory is what is in use.
+RETURNING = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
 def settings_of(cell: str, evaluation_temperature: float) -> TrainSettings:
@@ -66,9 +71,9 @@ def run_cell(cell: str) -> dict[str, Any]:
     greedy = [[line["update"], line["evaluation"]["pass@1"]] for line in lines if "evaluation" in line]
     updates = [line for line in lines if "evaluation" not in line]
     saved = folder.save_model("model", lambda path: parts.write(path, None))
-    memory = [line["memory"]["learning"] for line in updates]
     return {
         "method": cell,
+        "commit": commit(),
         "dtype": "bf16 autocast",
         "greedy_before": greedy[0][1],
         "greedy_after": greedy[-1][1],
@@ -77,9 +82,33 @@ def run_cell(cell: str) -> dict[str, Any]:
         "curve": [[line["update"], line["pass_rate"]] for line in updates],
         "greedy_curve": greedy,
         "seconds": {phase: summary([line["seconds"][phase] for line in updates]) for phase in updates[0]["seconds"]},
-        "peak_training_bytes": max(each["peak_bytes"] for each in memory),
-        "average_training_bytes": sum(each["average_bytes"] for each in memory) // len(memory),
         "checkpoint": check(saved, parts, greedy[-1][1]),
+    }
+
+
+def memory_of(cell: str) -> dict[str, int]:
+    """Resident memory while learning, over three updates, in a process that gives freed blocks back at once."""
+    trainer = assemble(settings_of(cell, 0.0)).trainer
+    found = [trainer.train_update().line["memory"]["learning"] for _ in range(3)]
+    return {
+        "peak_bytes": max(each["peak_bytes"] for each in found),
+        "average_bytes": sum(each["average_bytes"] for each in found) // len(found),
+    }
+
+
+def turns(updates: int) -> dict[str, dict[str, Any]]:
+    """Seconds by phase of the three methods, taking turns in this one process; the first turn is not counted."""
+    trainers = {cell: assemble(settings_of(cell, 0.0)).trainer for cell in ("logra", "adamw_3e-5", "lora")}
+    seconds: dict[str, list[dict[str, float]]] = {cell: [] for cell in trainers}
+    for turn in range(updates + 1):
+        for cell, trainer in trainers.items():
+            line = trainer.train_update().line
+            print(turn, cell, line["seconds"], flush=True)
+            if turn:
+                seconds[cell].append(line["seconds"])
+    return {
+        cell: {phase: summary([each[phase] for each in values]) for phase in values[0]}
+        for cell, values in seconds.items()
     }
 
 
@@ -108,21 +137,35 @@ def check(saved: Path, parts: Parts, score: float) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", nargs="+", choices=CELLS, default=list(CELLS))
-    parser.add_argument("--only", choices=CELLS, help=argparse.SUPPRESS)
+    parser.add_argument("--turns", type=int, default=6, help="counted updates of each method for the seconds")
+    parser.add_argument("--only", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     FOLDER.mkdir(parents=True, exist_ok=True)
     if arguments.only:
-        (FOLDER / f"{arguments.only}.json").write_text(json.dumps(run_cell(arguments.only)))
+        kind, cell = arguments.only
+        found: Any = (
+            run_cell(cell) if kind == "run" else memory_of(cell) if kind == "memory" else turns(arguments.turns)
+        )
+        (FOLDER / f"{kind}-{cell}.json").write_text(json.dumps(found))
         return
+    rows: list[dict[str, Any]] = []
     for cell in arguments.cells:
-        if not (FOLDER / f"{cell}.json").exists():
-            subprocess.run([sys.executable, "-m", "benchmarks.smollm2_first_run", "--only", cell], check=True)
-        found = [FOLDER / f"{each}.json" for each in CELLS if (FOLDER / f"{each}.json").exists()]
-        rows = [json.loads(path.read_text()) for path in found]
+        rows.append(part("run", cell) | {"training_memory": part("memory", cell, RETURNING)})
         keys = ("greedy_before", "greedy_after", "sampled_before", "sampled_after", "curve")
         first = next((row for row in rows if row["method"] == "logra"), rows[0])
         more = {key: first[key] for key in keys}
+        if cell == arguments.cells[-1]:
+            more["seconds_in_turn"] = part("turns", "all", {}, arguments.turns)
         print(write_result("smollm2_first_run", rows, {}, {"cells": [r["method"] for r in rows]}, more))
+
+
+def part(kind: str, cell: str, environment: Mapping[str, str] | None = None, turns: int = 0) -> Any:
+    """The result of a part, from its file if it is there, else from a process of its own."""
+    path = FOLDER / f"{kind}-{cell}.json"
+    if not path.exists():
+        command = [sys.executable, "-m", "benchmarks.smollm2_first_run", "--turns", str(turns), "--only", kind, cell]
+        subprocess.run(command, check=True, env={**os.environ, **(environment or {})})
+    return json.loads(path.read_text())
 
 
 if __name__ == "__main__":

@@ -51,6 +51,7 @@ def test_imports_run_one_way() -> None:
         "alarms",
         "progress",
         "interruption",
+        "tracking",
         "training_run",
         "durable",
         "run_folder",
@@ -59,6 +60,7 @@ def test_imports_run_one_way() -> None:
         "hub",
         "convert",
         "train_command",
+        "report",
         "cli",
         "__main__",
     ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `logra train`, `logra eval`, `logra tasks`, `logra convert`."""
+"""The command line: `logra train`, `eval`, `report`, `tasks`, `convert`."""
 
 import json
 import sys
@@ -11,8 +11,10 @@ from jsonargparse import ArgumentParser, Namespace
 
 from logra.run_settings import TrainSettings, as_plain
 
-MAY_CHANGE = {f"run.{name}" for name in ("folder", "updates", "save_every", "keep", "overwrite", "samples_logged")}
-MAY_CHANGE |= {f"run.{name}" for name in ("alarm_entropy", "alarm_gap", "stop_after_alarms", "push_to_hub")}
+MAY_CHANGE = {f"run.{name}" for name in ("folder", "updates", "save_every", "keep", "overwrite", "trackers")}
+MAY_CHANGE |= {
+    f"run.{name}" for name in ("samples_logged", "alarm_entropy", "alarm_gap", "stop_after_alarms", "push_to_hub")
+}
 MAY_CHANGE |= {f"evaluation.{name}" for name in ("every", "stop_at", "patience")}
 COMMANDS = {
     "train": "Train a model from rewarded answers.",
@@ -36,6 +38,10 @@ def make_parser() -> ArgumentParser:
         commands.add_subcommand(name, command, help=what)
     tasks = ArgumentParser(description="Show each generated task with an example: prompt, answer, and what scores.")
     commands.add_subcommand("tasks", tasks, help="show the generated tasks")
+    report = ArgumentParser(description="Write one HTML file that shows what runs did; several overlay by method.")
+    report.add_argument("runs", nargs="+", help="folders of runs")
+    report.add_argument("-o", "--output", default="report.html", help="the file")
+    commands.add_subcommand("report", report, help="write an HTML report of runs")
     convert = ArgumentParser(description="Make a Hugging Face folder from a GGUF file, in bf16.")
     convert.add_argument("file", help="the .gguf file")
     convert.add_argument("folder", help="where to write; must not hold anything")
@@ -66,7 +72,8 @@ def main(arguments: list[str] | None = None) -> int:
         parsed = parser.parse_args(_with_settings_of_the_run(given))
         command = parsed.subcommand
         built = parser.instantiate(parsed)
-        return {"train": _train, "eval": _eval, "tasks": _tasks, "convert": _convert}[command](built[command])
+        run = {"train": _train, "eval": _eval, "tasks": _tasks, "report": _report, "convert": _convert}[command]
+        return run(built[command])
     except (ValueError, ImportError) as error:
         sys.stderr.write(f"logra {command}: {error}\n")
         return 2
@@ -119,6 +126,15 @@ def _eval(built: Namespace) -> int:
     from logra.train_command import evaluate
 
     return evaluate(settings)
+
+
+def _report(built: Namespace) -> int:
+    from logra.report.page import write_report
+    from logra.report.runs import read_run
+
+    path = write_report([read_run(Path(folder)) for folder in built.runs], Path(built.output))
+    sys.stdout.write(f"report: {path} ({path.stat().st_size / 1e6:.2f} MB)\n")
+    return 0
 
 
 def _convert(built: Namespace) -> int:

@@ -100,11 +100,15 @@ class RolloutSettings:
     top_k: int = setting(0, "Must be 0 for training, likewise.")
     stop: list[str] = setting([], "Strings that end a completion.")
     max_rows: int = setting(256, "Completions drawn side by side.", least=1)
+    record: bool = setting(False, "Write every batch of completions to RUN/batches, for replay.")
+    replay: str | None = setting(None, "A folder of recorded batches that are learned from instead of new ones.")
 
     def __post_init__(self) -> None:
         check_section(self)
         if self.temperature <= 0:
             raise ValueError(f"temperature is {self.temperature}; it must be above 0 (greedy decoding learns nothing)")
+        if self.record and self.replay is not None:
+            raise ValueError(f"record writes what is drawn, but replay {self.replay!r} draws nothing; choose one")
         if self.top_p != 1.0 or self.top_k != 0:
             raise ValueError(
                 f"top_p {self.top_p} and top_k {self.top_k} would draw from a filtered policy that the trainer's "
@@ -242,10 +246,13 @@ class RunSettings:
         0.5, "Alarm when the 95th percentile of the log-prob gap exceeds this, in nats.", least=0.0
     )
     stop_after_alarms: int = setting(0, "End the run after so many updates in a row with an alarm; 0: never.", least=0)
+    trackers: list[str] = setting([], "Services that get the metrics too: tensorboard, wandb, trackio.")
     push_to_hub: str | None = setting(None, "Name of a hub repository that gets the final model, such as me/model.")
 
     def __post_init__(self) -> None:
         check_section(self)
+        for name in self.trackers:
+            check_allowed("trackers", name, ("tensorboard", "wandb", "trackio"))
         if self.push_to_hub is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", self.push_to_hub):
             raise ValueError(f"push_to_hub is {self.push_to_hub!r}; it must be owner/name")
 

@@ -19,9 +19,12 @@ from logra.model import Policy, load_policy
 from logra.problems import Mixture
 from logra.progress import make_progress
 from logra.rl.logprobs import CausalModel
+from logra.rollout.engine import RolloutEngine
+from logra.rollout.recorded import RecordingEngine, ReplayEngine
 from logra.rollout.transformers_engine import TransformersEngine
 from logra.run_folder import STATE, RunFolder
 from logra.run_settings import TrainSettings
+from logra.tracking import Trackers
 from logra.trainer import Trainer
 from logra.trainer_state import inexact_weights, load_state, restore, save_state
 from logra.training_run import TrainingRun
@@ -75,11 +78,14 @@ def assemble(settings: TrainSettings, checkpoint: Path | None = None) -> Parts:
     return Parts(policy, adapted, rule, trainer)
 
 
-def make_engine(settings: TrainSettings, policy: Policy) -> TransformersEngine:
+def make_engine(settings: TrainSettings, policy: Policy) -> RolloutEngine:
     """Rollout in this process, on the policy's own weights."""
     dtype = torch.bfloat16 if settings.model.compute == "bf16" else torch.float32
-    ends = (policy.end_ids, policy.pad_id)
-    return TransformersEngine(policy.causal, policy.tokenizer, *ends, dtype, settings.rollout.max_rows)
+    ends, rollout = (policy.end_ids, policy.pad_id), settings.rollout
+    engine = TransformersEngine(policy.causal, policy.tokenizer, *ends, dtype, rollout.max_rows)
+    if rollout.replay is not None:
+        return ReplayEngine(engine, Path(rollout.replay))
+    return RecordingEngine(engine, Path(settings.run.folder) / "batches") if rollout.record else engine
 
 
 def _reference(settings: TrainSettings) -> CausalModel | None:
@@ -101,11 +107,12 @@ def train(settings: TrainSettings, resume: bool = False) -> int:
     checkpoint = _checkpoint(folder) if resume else None
     parts = assemble(settings, checkpoint)
     progress = make_progress(settings.run.updates)
+    trackers = Trackers(settings.run.trackers, settings)
 
     def save(name: str) -> Path:
         return folder.save_model(name, lambda path: parts.write(path, run, name.startswith("checkpoint")))
 
-    run = TrainingRun(parts.trainer, folder, progress, save)
+    run = TrainingRun(parts.trainer, folder, progress, save, trackers)
     if resume:
         _go_on(folder, checkpoint, parts, run)
     try:
@@ -117,6 +124,7 @@ def train(settings: TrainSettings, resume: bool = False) -> int:
         return stop.exit_code
     finally:
         progress.close()
+        trackers.close()
     return _finish(folder, parts, run, save, reason)
 
 

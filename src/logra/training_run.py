@@ -12,6 +12,7 @@ from logra.evaluator import Evaluation
 from logra.interruption import Interrupted, Interruption
 from logra.phases import Phases
 from logra.progress import Progress
+from logra.tracking import Trackers
 from logra.trainer import Trainer
 
 
@@ -53,13 +54,19 @@ class TrainingRun:
         progress: shows them.
         save: writes the model under a name: "checkpoint-N" every `run.save_every` updates, and "best" after each
             evaluation that beats all earlier ones.
+        trackers: services that get the metrics too.
     """
 
     def __init__(
-        self, trainer: Trainer, record: Record, progress: Progress, save: Callable[[str], object] = lambda name: None
+        self,
+        trainer: Trainer,
+        record: Record,
+        progress: Progress,
+        save: Callable[[str], object] = lambda name: None,
+        trackers: Trackers | None = None,
     ) -> None:
         self.trainer, self.settings = trainer, trainer.settings
-        self.record, self.progress, self.save = record, progress, save
+        self.record, self.progress, self.save, self.trackers = record, progress, save, trackers
         self.alarms = Alarms(self.settings.run)
         self.standing = Standing()
         self.interruption = Interruption()
@@ -117,9 +124,7 @@ class TrainingRun:
         names = self.alarms(line)
         if names:
             line["alarms"] = names
-        self.record.log(line)
-        self.record.log_samples(training_samples(update.batch, line["update"], self.settings.run.samples_logged))
-        self.progress.show(line)
+        self._write_down(line, training_samples(update.batch, line["update"], self.settings.run.samples_logged))
         for name in names:
             if self.alarms.in_a_row[name] == 1:
                 self.progress.say(f"update {line['update']}: alarm {name}: {ALARMS[name]}.")
@@ -133,9 +138,7 @@ class TrainingRun:
         self.interruption.defer()
         scores, update, standing = found.scores(), self.trainer.update, self.standing
         line = {"update": update, "evaluation": scores, "seconds": phases.seconds, "memory": phases.memory}
-        self.record.log(line)
-        self.record.log_samples(evaluation_samples(found, update, self.settings.run.samples_logged))
-        self.progress.show(line)
+        self._write_down(line, evaluation_samples(found, update, self.settings.run.samples_logged))
         standing.now = {"update": update} | scores
         if not update:
             standing.before = standing.now
@@ -147,6 +150,13 @@ class TrainingRun:
             standing.without_better += 1
         self.interruption.allow()
         return found
+
+    def _write_down(self, line: dict[str, Any], samples: list[dict[str, Any]]) -> None:
+        self.record.log(line)
+        self.record.log_samples(samples)
+        self.progress.show(line)
+        for trouble in self.trackers.log(line) if self.trackers is not None else []:
+            self.progress.say(trouble)
 
     def state(self) -> dict[str, Any]:
         """Plain numbers from which `load` goes on, weights and optimizer aside."""
