@@ -22,7 +22,7 @@ test: $(READY)
 
 # Chromium and its driver come from the system's packages where they are missing.
 test-browser: $(READY)
-	command -v chromium chromedriver >/dev/null || (apt-get update -qq && apt-get install -y -qq chromium chromium-driver)
+	(command -v chromium && command -v chromedriver) >/dev/null || (apt-get update -qq && apt-get install -y -qq chromium chromium-driver)
 	$(BIN)/python -m pytest browser
 
 format: $(READY)

@@ -64,7 +64,7 @@ def test_the_page_reads_and_filters(browser: Any, size: str, tmp_path: Path) -> 
     # The page itself does not scroll sideways, drawings fit, and each has its place.
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width
     drawings = browser.find_elements(By.CSS_SELECTOR, "figure svg")
-    assert len(drawings) == 6
+    assert len(drawings) == 7
     for drawing in drawings:
         assert 250 <= drawing.rect["width"] <= width
         assert 100 <= drawing.rect["height"] <= drawing.rect["width"]
