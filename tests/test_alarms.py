@@ -11,7 +11,7 @@ QUIET: dict[str, Any] = {
     "entropy": 1.0, "logprob_gap_p95": 0.01, "truncated": 0.5, "reward": 0.3, "samples_trained": 8, "steps_skipped": 0,
 }  # fmt: skip
 LOUD: dict[str, dict[str, Any]] = {
-    "entropy_collapse": {"entropy": 0.04},
+    "entropy_collapse": {"entropy": 0.019},
     "logprob_gap": {"logprob_gap_p95": 0.6},
     "all_truncated": {"truncated": 1},
     "no_signal": {"samples_trained": 0, "entropy": None, "logprob_gap_p95": None},

@@ -62,8 +62,8 @@ def test_a_trained_model_loaded_by_plain_transformers_has_the_last_logprobs(
     kept: list[train_command.Parts] = []
     assemble = train_command.assemble
 
-    def remember(settings: TrainSettings, checkpoint: Path | None) -> train_command.Parts:
-        kept.append(assemble(settings, checkpoint))
+    def remember(*arguments: Any) -> train_command.Parts:
+        kept.append(assemble(*arguments))
         return kept[-1]
 
     monkeypatch.setattr(train_command, "assemble", remember)

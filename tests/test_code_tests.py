@@ -10,7 +10,7 @@ import pytest
 
 from logra.tasks import code_tests
 from logra.tasks.code_tests import code_of, protection, run_tests
-from logra.tasks.rewards import gold_trouble, make_reward
+from logra.tasks.rewards import RewardLimits, gold_trouble, make_reward
 from logra.tasks.task import Completion, Problem
 
 TESTS = "assert double(2) == 4\nassert double(0) == 0"
@@ -95,6 +95,14 @@ def test_the_reward_by_its_name() -> None:
     assert [verdict.outcome for verdict in verdicts] == ["right", "wrong", "unparseable", "wrong"]
     assert gold_trouble("code", TESTS) is None
     assert gold_trouble("code", "assert (") == "its tests are no Python"
+
+
+def test_where_only_limits_protect_it_is_said_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("logra.tasks.rewards.protection", lambda: "limits")
+    with pytest.warns(UserWarning, match="limits of time, memory, file size and processes ONLY"):
+        make_reward("code")
+    with pytest.raises(ValueError, match="is 'required', so it is refused"):
+        make_reward("code", RewardLimits(sandbox_required=True))
 
 
 def test_the_last_block_is_the_code() -> None:

@@ -123,6 +123,7 @@ def test_several_runs_of_a_method_are_their_mean_and_band() -> None:
     assert ">adamw<" in svg
     shown = read(page(runs)).text
     assert "mean of 2logra0.3000.550+0.250" in shown
+    assert "logra pass@1 0.300 \u2192 0.550 (mean of 2)" in shown
     assert draw_curve(CURVES[2], runs) is None
 
 

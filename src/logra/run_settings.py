@@ -68,6 +68,11 @@ class TaskSettings:
         10.0, "Time for your reward to score the completions of one prompt; later they count as ungraded.", least=0.1
     )
     reward_memory_gib: float = setting(4.0, "Memory of each process that runs your reward; 0: no limit.", least=0.0)
+    code_sandbox: str = setting(
+        "auto",
+        "For reward code: warn where the system has no namespaces for it, or refuse.",
+        ("auto", "required"),
+    )
     reward_workers: int = setting(0, "Processes that run your reward; 0: as many as cores.", least=0)
     system_prompt: str | None = setting(None, "System message before each prompt, if the model has a chat template.")
     suffix: str = setting("", "Text after each prompt, such as 'Answer with the number only.'")
@@ -241,7 +246,7 @@ class RunSettings:
     samples_logged: int = setting(
         8, "Samples of each update, and right and wrong ones of each evaluation, that go to samples.jsonl.", least=0
     )
-    alarm_entropy: float = setting(0.05, "Alarm when entropy falls below this share of its first values.", least=0.0)
+    alarm_entropy: float = setting(0.02, "Alarm when entropy falls below this share of its first values.", least=0.0)
     alarm_gap: float = setting(
         0.5, "Alarm when the 95th percentile of the log-prob gap exceeds this, in nats.", least=0.0
     )

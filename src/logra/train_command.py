@@ -60,7 +60,7 @@ class Parts:
             save_state(folder / STATE, run.state(), self.rule.optimizer, exact)
 
 
-def assemble(settings: TrainSettings, checkpoint: Path | None = None) -> Parts:
+def assemble(settings: TrainSettings, checkpoint: Path | None = None, mixture: Mixture | None = None) -> Parts:
     """Load the model, from a checkpoint of the run if there is one, and build everything around it.
 
     Raises:
@@ -74,7 +74,7 @@ def assemble(settings: TrainSettings, checkpoint: Path | None = None) -> Parts:
     reference = _reference(settings)
     adapted = add_adapters(policy.model, settings.method) if lora else None
     rule = make_rule(policy.model if adapted is None else adapted, settings.method, settings.run.seed)
-    trainer = Trainer(settings, policy, make_engine(settings, policy), rule, reference)
+    trainer = Trainer(settings, policy, make_engine(settings, policy), rule, reference, mixture)
     return Parts(policy, adapted, rule, trainer)
 
 
@@ -102,10 +102,10 @@ def train(settings: TrainSettings, resume: bool = False) -> int:
     """Train, and save the model; 0 if all updates asked for were done, or a score asked for was reached."""
     if settings.run.push_to_hub is not None:
         check_hub(settings.run.push_to_hub)
-    Mixture(settings)  # data and golds are checked before a model loads
+    mixture = Mixture(settings)  # data and golds are checked before a model loads
     folder = RunFolder(settings, resume)
     checkpoint = _checkpoint(folder) if resume else None
-    parts = assemble(settings, checkpoint)
+    parts = assemble(settings, checkpoint, mixture)
     progress = make_progress(settings.run.updates)
     trackers = Trackers(settings.run.trackers, settings)
 

@@ -34,6 +34,7 @@ class Trainer:
         engine: draws completions with the policy's weights.
         rule: changes the weights.
         reference: the model at start, if `learning.reference_kl` is above 0.
+        mixture: of the same settings, if it has been made already.
     """
 
     def __init__(
@@ -43,9 +44,10 @@ class Trainer:
         engine: RolloutEngine,
         rule: UpdateRule,
         reference: CausalModel | None = None,
+        mixture: Mixture | None = None,
     ) -> None:
         self.settings, self.policy, self.rule = settings, policy, rule
-        self.mixture = Mixture(settings)
+        self.mixture = mixture or Mixture(settings)
         self.evaluate = Evaluator(settings, policy, engine, self.mixture)
         self.collect = Collector(settings, policy, engine, self.mixture)
         self.learn = Learner(settings, policy, rule, reference)

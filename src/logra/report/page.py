@@ -94,9 +94,21 @@ def _results(runs: Sequence[Run]) -> str:
     for method, group in by_method(runs).items():
         if len(group) > 1:
             rows.append(_mean_row(method, group))
+    headline = "".join(_headline(method, group) for method, group in by_method(runs).items())
     names = ("run", "method", "pass@1 before", "after", "gain", "best", "updates", "time", "graded training samples")
     head = "".join(f"<th>{name}</th>" for name in names)
-    return f'<div class="wide"><table class="results"><tr>{head}</tr>{"".join(rows)}</table></div>'
+    return f'{headline}<div class="wide"><table class="results"><tr>{head}</tr>{"".join(rows)}</table></div>'
+
+
+def _headline(method: str, group: Sequence[Run]) -> str:
+    """One line for a method: what its runs reached on held-out problems."""
+    scores = [run.scores() for run in group]
+    pairs = [(before, after) for before, after, _ in scores if before is not None and after is not None]
+    if not pairs:
+        return f'<p class="headline"><b>{_text(method)}</b> no evaluation after an update yet</p>'
+    before, after = (sum(values) / len(pairs) for values in zip(*pairs, strict=True))
+    of = "" if len(pairs) == 1 else f" (mean of {len(pairs)})"
+    return f'<p class="headline"><b>{_text(method)}</b> pass@1 {before:.3f} \u2192 {after:.3f}{of}</p>'
 
 
 def _mean_row(method: str, group: Sequence[Run]) -> str:
@@ -120,16 +132,18 @@ def _outcomes(run: Run) -> str:
 
 def _alarms(runs: Sequence[Run]) -> str:
     items = []
-    for run in runs:
-        raised: dict[str, list[int]] = {}
-        for line in run.updates:
-            for name in line.get("alarms", []):
-                raised.setdefault(name, []).append(line["update"])
-        for name, updates in raised.items():
-            when = f"update {updates[0]}" if len(updates) == 1 else f"{len(updates)} updates, first {updates[0]}"
-            meaning = ALARMS.get(name, "")
-            items.append(f"<li><b>{_text(run.name)}: {_text(name)}</b> ({when}). {_text(meaning)}.</li>")
-    return f'<h2>Alarms</h2><ul class="alarms">{"".join(items)}</ul>' if items else ""
+    for name, meaning in ALARMS.items():
+        where = []
+        for run in runs:
+            updates = [line["update"] for line in run.updates if name in line.get("alarms", [])]
+            if updates:
+                when = f"update {updates[0]}" if len(updates) == 1 else f"{len(updates)} updates, first {updates[0]}"
+                where.append(f"{_text(run.name)} ({when})")
+        if where:
+            items.append(f"<li><b>{_text(name)}</b>: {', '.join(where)}. Meaning: {_text(meaning)}.</li>")
+    if not items:
+        return ""
+    return f'<details class="alarms"><summary>Alarms: {len(items)} kinds</summary><ul>{"".join(items)}</ul></details>'
 
 
 def _samples(runs: Sequence[Run]) -> str:
@@ -137,7 +151,8 @@ def _samples(runs: Sequence[Run]) -> str:
     for run in runs:
         kept = run.samples[-MAX_SAMPLES:]
         left_out += len(run.samples) - len(kept)
-        rows += [_sample_row(run, sample) for sample in reversed(kept)]
+        # Latest updates first; within one, as logged: training samples, then right and wrong ones of the evaluation.
+        rows += [_sample_row(run, sample) for sample in sorted(kept, key=lambda sample: -sample["update"])]
     if not rows:
         return "<p>No samples were logged (run.samples_logged).</p>"
     note = f"<p>The latest {len(rows)} samples; {left_out} earlier ones are in samples.jsonl.</p>" if left_out else ""

@@ -98,6 +98,8 @@ def draw_curve(curve: Curve, runs: Sequence[Run]) -> str | None:
         axes.plot(updates, [row[1] for row in rows], color=colour, label=label, marker="o" if curve.marks else "", ms=4)
         if len(curves) > 1:
             axes.fill_between(updates, [r[2] for r in rows], [r[3] for r in rows], color=colour, alpha=0.18, lw=0)
+    if curve.marks:
+        axes.set_ylim(0, 1)
     if len(groups) > 1 or any(len(curves) > 1 for curves in groups.values()):
         axes.legend(frameon=False, fontsize=9)
     return _svg(figure)

@@ -80,18 +80,26 @@ def score_number_list(completion: str, gold: str) -> float:
     return float(wanted is not None and got == wanted)
 
 
-def expression_of(completion: str) -> str | None:
-    """The arithmetic expression that a completion answers, what stands right of one equals sign left out; or None."""
+def expression_of(completion: str) -> tuple[str, str] | None:
+    """The arithmetic expression that a completion answers, and what stands right of one equals sign; or None."""
     text = final_answer(completion).replace("\u2212", "-").replace("\u00d7", "*").replace("\u00f7", "/")
-    text = text.split("=")[0].strip() if text.count("=") == 1 else text
-    plain = re.fullmatch(r"[\d\s+\-*/()]+", text, re.ASCII) and "**" not in text and "//" not in text
-    return text if plain and len(text) <= 200 else None
+    if len(text) > 200 or text.count("=") > 1:
+        return None
+    left, _, right = (part.strip() for part in text.partition("="))
+    plain = re.fullmatch(r"[\d\s+\-*/()]+", left, re.ASCII) and "**" not in left and "//" not in left
+    return (left, right) if plain else None
 
 
 def score_expression(completion: str, numbers: list[int], target: int) -> float:
-    """1 if the final answer is an expression of + - * / that uses each number at most once and equals the target."""
-    text = expression_of(completion)
-    if text is None:
+    """1 if the final answer is an expression of + - * / that uses each number at most once and equals the target.
+
+    "expression = target" counts too, but not with another number on the right.
+    """
+    found = expression_of(completion)
+    if found is None:
+        return 0.0
+    text, claimed = found
+    if claimed and plain_number(claimed) != target:
         return 0.0
     try:
         tree = ast.parse(text, mode="eval")

@@ -41,5 +41,10 @@ def make_task(name: str, settings: TaskSettings, seed: int, knobs: dict[str, Any
     unknown = sorted(set(described) - set(known))
     if unknown or "path" not in described:
         raise ValueError(f"source of task {name!r} has {sorted(described)}; it needs path and may have {known[1:]}")
-    limits = RewardLimits(settings.reward_seconds, int(settings.reward_memory_gib * 2**30), settings.reward_workers)
+    limits = RewardLimits(
+        settings.reward_seconds,
+        int(settings.reward_memory_gib * 2**30),
+        settings.reward_workers,
+        settings.code_sandbox == "required",
+    )
     return DatasetTask(name, Source(**described), limits)

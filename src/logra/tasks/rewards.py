@@ -20,11 +20,13 @@ passed. What becomes of a function that fails:
 
 import json
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from logra.tasks.answers import final_answer, plain_number, score_number, score_text
+from logra.tasks.code_tests import protection
 from logra.tasks.math_answers import grade_math
 from logra.tasks.task import Completion, Problem
 from logra.tasks.verdict import CRASHED, TIMED_OUT, Verdict, graded
@@ -60,12 +62,30 @@ def grade_mathematics(problems: Sequence[Problem], completions: Sequence[Complet
     return grade_math([each.text for each in completions], [problem.answer for problem in problems])
 
 
+@dataclass(frozen=True)
+class RewardLimits:
+    """Of a user's function: seconds for one group, memory and processes; and whether code needs namespaces."""
+
+    seconds: float = 10.0
+    memory_bytes: int = 4 << 30
+    workers: int = 0
+    sandbox_required: bool = False
+
+
 class CodeReward:
     """1 if the completion's Python passes the tests that stand in the answer column; see `logra.tasks.code_tests`."""
 
-    def __init__(self, workers: int = 0) -> None:
+    def __init__(self, limits: RewardLimits) -> None:
+        if protection() == "limits":
+            what = (
+                "reward 'code' runs the model's Python here with limits of time, memory, file size and processes ONLY: "
+                "this system allows no namespaces, so that code can read your files and use the network"
+            )
+            if limits.sandbox_required:
+                raise ValueError(f"{what}; task.code_sandbox is 'required', so it is refused")
+            warnings.warn(f"{what}. Set task.code_sandbox to 'required' to refuse this.", stacklevel=2)
         # Each test has limits of its own; this one is for the process that starts them.
-        self.pool = WorkerPool("code", Limits(wall_seconds=120.0, cpu_seconds=120, memory_bytes=0), workers)
+        self.pool = WorkerPool("code", Limits(wall_seconds=120.0, cpu_seconds=120, memory_bytes=0), limits.workers)
 
     def __call__(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Verdict]:
         """One verdict for each completion."""
@@ -80,15 +100,6 @@ class CodeReward:
         outcome, _ = answer.value
         # Code that does not end is wrong: its time limit is part of the task.
         return graded(float(outcome == "right"), parsed=outcome != "unparseable")
-
-
-@dataclass(frozen=True)
-class RewardLimits:
-    """Of a user's function: seconds for one group, memory and processes."""
-
-    seconds: float = 10.0
-    memory_bytes: int = 4 << 30
-    workers: int = 0
 
 
 class UserReward:
@@ -159,10 +170,10 @@ class UserReward:
         return [graded(score) for score in answer.value]
 
 
-BUILT_IN: dict[str, Callable[[], Reward]] = {
-    "number": lambda: grade_numbers,
-    "text": lambda: grade_texts,
-    "math": lambda: grade_mathematics,
+BUILT_IN: dict[str, Callable[[RewardLimits], Reward]] = {
+    "number": lambda limits: grade_numbers,
+    "text": lambda limits: grade_texts,
+    "math": lambda limits: grade_mathematics,
     "code": CodeReward,
 }
 
@@ -173,7 +184,8 @@ def make_reward(name: str, limits: RewardLimits | None = None) -> Reward:
     Raises:
         ValueError: there is none; the message says what was looked for.
     """
-    return BUILT_IN[name]() if name in BUILT_IN else UserReward(name, limits or RewardLimits())
+    limits = limits or RewardLimits()
+    return BUILT_IN[name](limits) if name in BUILT_IN else UserReward(name, limits)
 
 
 def gold_trouble(name: str, gold: str) -> str | None:
@@ -188,7 +200,7 @@ def gold_trouble(name: str, gold: str) -> str | None:
         return None
     problem = Problem("gold", "", gold)
     told = [Completion(f"\\boxed{{{gold}}}"), Completion(gold)]
-    scores = [verdict.score for verdict in BUILT_IN[name]()([problem] * 2, told)]
+    scores = [verdict.score for verdict in make_reward(name)([problem] * 2, told)]
     return None if 1.0 in scores else f"it does not score 1 by reward {name!r}"
 
 
