@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from logra.alarms import ALARMS
-from logra.config import DEFAULT_TARGETS, LograSettings
+from logra.config import DEFAULT_TARGETS, KlSettings, LograSettings
 from logra.metrics import METRICS
 from logra.run_settings import TrainSettings, as_plain
 
@@ -78,15 +78,21 @@ def all_settings() -> str:
         lines += [f"### {section.name}", "", "| setting | default | meaning |", "| --- | --- | --- |"]
         for spec in fields(getattr(TrainSettings(), section.name)):
             value = getattr(getattr(TrainSettings(), section.name), spec.name)
+            if isinstance(value, KlSettings):
+                lines += [_row(f"{spec.name}.{each.name}", getattr(value, each.name), each) for each in fields(value)]
+                continue
             if isinstance(value, LograSettings):
                 lines.append(f"| `{spec.name}` | see [optimizer.md](optimizer.md) | {spec.metadata['help']} |")
                 continue
-            allowed = spec.metadata.get("allowed")
-            choices = f" One of {', '.join(f'`{choice}`' for choice in allowed)}." if allowed else ""
-            shown = json.dumps(as_plain(value))
-            lines.append(f"| `{spec.name}` | `{shown}` | {spec.metadata['help']}{choices} |")
+            lines.append(_row(spec.name, value, spec))
         lines.append("")
     return "\n".join(lines).rstrip()
+
+
+def _row(name: str, value: Any, spec: Any) -> str:
+    allowed = spec.metadata.get("allowed")
+    choices = f" One of {', '.join(f'`{choice}`' for choice in allowed)}." if allowed else ""
+    return f"| `{name}` | `{json.dumps(as_plain(value))}` | {spec.metadata['help']}{choices} |"
 
 
 def metrics() -> str:
@@ -106,17 +112,41 @@ def first_run() -> str:
     found = result("smollm2_first_run")
     lines = [
         f"`{found['command'].split(' --cells')[0]}`: 40 updates of 128 samples, one-digit sums and products, 200 "
-        f"held-out problems, one seed, medians over updates.",
+        f"held-out problems, one seed. Seconds of an update with every group trained on, the methods taking turns in "
+        f"one process, medians; resident memory while learning, each method in a process of its own. "
+        f"Same: whether the saved model gives the last log-probabilities and score.",
         "",
-        "| method | greedy before | after | sampled before | after | rollout | learning | loaded = trained |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| method | greedy before | after | sampled before | after | rollout | learning | peak | average | same |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in found["rows"]:
         scores = [f"{row[key]:.3f}" for key in ("greedy_before", "greedy_after", "sampled_before", "sampled_after")]
-        seconds = [f"{row['seconds'][phase]['median']:.2f} s" for phase in ("rollout", "learning")]
+        turns = found["seconds_in_turn"].get(row["method"], {})
+        seconds = [f"{turns[phase]['median']:.1f} s" if turns else "-" for phase in ("rollout", "learning")]
+        memory = row.get("training_memory", {})
+        held = [f"{memory[key] / 2**30:.2f} GiB" if memory else "-" for key in ("peak_bytes", "average_bytes")]
         checked = row["checkpoint"]
         same = checked["largest_logprob_difference"] == 0 and checked["loaded_score"] == checked["trainer_score"]
-        lines.append(f"| {row['method']} | {' | '.join(scores + seconds)} | {'yes' if same else 'no'} |")
+        lines.append(f"| {row['method']} | {' | '.join(scores + seconds + held)} | {'yes' if same else 'no'} |")
+    return "\n".join(lines)
+
+
+def beside_trl() -> str:
+    """Whole updates of four trainers in turn."""
+    found = result("rl_update")
+    tried = ", ".join(f"{way} {seconds:.1f} s" for way, seconds in found["settings"]["trl_ways_tried"].items())
+    lines = [
+        f"`{found['command']}`: 64 samples of at most 16 tokens on SmolLM2-135M, {found['threads']} threads of "
+        f"{found['cpu']}. TRL {found['settings']['trl']}, best step of each way tried: {tried}.",
+        "",
+        "| trainer | whole update | over TRL | rollout | learning |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for row in found["rows"]:
+        name = f"TRL, {found['settings']['trl_way']}" if row["method"] == "trl" else row["method"]
+        ratio = found["ratios"].get(f"{row['method']}_over_trl", 1.0)
+        phases = [f"{row[phase]['median']:.2f} s" if phase in row else "-" for phase in ("rollout", "learning")]
+        lines.append(f"| {name} | {row['total']['median']:.2f} s | {ratio:.2f} | {' | '.join(phases)} |")
     return "\n".join(lines)
 
 
@@ -124,6 +154,7 @@ PLACES = (
     ("README.md", "measured", measured),
     ("docs/optimizer.md", "settings", settings),
     ("docs/experiments.md", "first run", first_run),
+    ("docs/experiments.md", "beside trl", beside_trl),
     ("docs/reference.md", "all settings", all_settings),
     ("docs/reference.md", "metrics", metrics),
     ("docs/reference.md", "alarms", alarms),

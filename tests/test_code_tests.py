@@ -1,7 +1,6 @@
 """Code that is run against tests: verdicts, and what it cannot do."""
 
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,8 @@ TESTS = "assert double(2) == 4\nassert double(0) == 0"
         ("", TESTS, "unparseable"),
         ("x = '\x00'", TESTS, "unparseable"),
         ("#" * 100_000, TESTS, "unparseable"),
+        ("x = '\u4e2d\u6587'" + "#\u4e2d" * 25_000, [{"input": "1", "output": "1"}], "unparseable"),
+        ("print('talk ' * 50_000)\ndouble = lambda x: 2 * x", TESTS, "right"),
         ("while True: pass", TESTS, "timed_out"),
         ("print(int(input()) * 2)", [{"input": "3\n", "output": "6"}, {"input": "4", "output": " 8 "}], "right"),
         ("print(int(input()) * 2)", json.dumps([{"input": "3", "output": "7"}]), "wrong"),
@@ -38,7 +39,7 @@ TESTS = "assert double(2) == 4\nassert double(0) == 0"
 )
 def test_verdicts(completion: str, tests: Any, outcome: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code_tests, "WALL_SECONDS", 2.0)
-    assert run_tests((completion, tests))[0] == outcome
+    assert run_tests((completion, tests, protection()))[0] == outcome
 
 
 HARM = {
@@ -51,40 +52,56 @@ HARM = {
 
 @pytest.mark.parametrize("name", sorted(HARM))
 @pytest.mark.parametrize("kind", ["as here", "limits"])
-def test_limits_hold_whatever_the_system_allows(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if kind == "limits":
-        monkeypatch.setattr(code_tests, "protection", lambda: "limits")
-    outcome, why = run_tests((HARM[name], "pass"))
+def test_limits_hold_whatever_the_system_allows(name: str, kind: str) -> None:
+    outcome, why = run_tests((HARM[name], "pass", protection() if kind == "as here" else "limits"))
     assert outcome == ("right" if name == "environment" else "wrong"), why
 
 
-def test_namespaces_keep_files_and_network_away(tmp_path: Path) -> None:
-    """Where the system has no namespaces for us, the run says so; elsewhere they must hold."""
-    target = Path.home() / f"logra-test-{os.getpid()}"
-    tries = {
-        "write": f"open({str(target)!r}, 'w').write('x')",
-        "network": "import socket\nsocket.create_connection(('127.0.0.1', 9), 1)",
-        "processes": "import os\nassert len([p for p in os.listdir('/proc') if p.isdigit()]) > 5",
-    }
-    if protection() != "namespaces":
-        assert protection() == "limits"
-        return
-    for name, code in tries.items():
-        assert run_tests((code, "pass"))[0] == "wrong", name
-    assert not target.exists()
+needs_namespaces = pytest.mark.skipif(protection() != "namespaces", reason="this system allows no namespaces")
 
 
+@needs_namespaces
+@pytest.mark.parametrize(
+    "code",
+    [
+        "open('/usr/written', 'w').write('x')",
+        "import os\nassert os.system('mount -o remount,bind,rw /usr') == 0",
+        "import os\nassert os.system('unshare --user --map-root-user --mount mount -t tmpfs none /tmp') == 0",
+        "import os\nos.chroot('/tmp')",
+        "import os\nassert any(os.path.exists(p) for p in ('/home', '/etc/passwd', '/run', '/dev/shm', '/sys'))",
+        f"import os\nassert os.path.exists({str(Path(__file__).resolve())!r})",
+        "import socket\nsocket.create_connection(('127.0.0.1', 9), 1)",
+        "import os\nassert len([p for p in os.listdir('/proc') if p.isdigit()]) > 3",
+        "status = open('/proc/self/status').read()\nassert 'CapEff:\\t0000000000000000' not in status",
+    ],
+)
+def test_namespaces_keep_everything_away(code: str) -> None:
+    assert run_tests((code, "pass", "namespaces"))[0] == "wrong"
+
+
+@needs_namespaces
+def test_what_code_needs_is_there() -> None:
+    useful = "import math, json, re, collections, itertools, heapq, random, decimal, datetime, sys\n"
+    useful += "open('/tmp/scratch', 'w').write('x')\nassert open('/tmp/scratch').read() == 'x'"
+    assert run_tests((useful, "pass", "namespaces"))[0] == "right"
+
+
+@needs_namespaces
 def test_a_fork_bomb_is_over_when_its_time_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    if protection() != "namespaces":
-        return
     monkeypatch.setattr(code_tests, "WALL_SECONDS", 1.0)
     start = time.monotonic()
     bomb = (
         "import os, time\nfor _ in range(200):\n    try:\n        os.fork()\n    except OSError:\n        time.sleep(9)"
     )
-    assert run_tests((bomb, "pass"))[0] in ("timed_out", "wrong")
+    assert run_tests((bomb, "pass", "namespaces"))[0] in ("timed_out", "wrong")
     assert time.monotonic() - start < 20
-    assert run_tests(("x = 1", "assert x"))[0] == "right"
+    assert run_tests(("x = 1", "assert x", "namespaces"))[0] == "right"
+
+
+def test_a_sandbox_that_cannot_be_made_grades_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It never falls back on less, and right code is not called wrong."""
+    monkeypatch.setattr(code_tests, "_NAMESPACES", ["sh", "-c", f"exit {code_tests.NO_SANDBOX}"])
+    assert run_tests(("x = 1", "assert x", "namespaces"))[0] == "crashed"
 
 
 def test_the_reward_by_its_name() -> None:

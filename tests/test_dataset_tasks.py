@@ -25,7 +25,7 @@ def write(folder: Path, rows: list[Any]) -> str:
 def test_json_lines_with_named_columns(tmp_path: Path) -> None:
     task = DatasetTask("mine", Source(write(tmp_path, ROWS), prompt="question", answer="gold"))
     assert len(task) == 2
-    assert task.problem(0) == Problem("mine-1", "2+2?", "4", {"level": "easy"})
+    assert task.problem(0) == Problem("mine-1", "2+2?", "4", {"gold": "4", "level": "easy"})
     assert task.problem(1).answer == "9"
     problems = [task.problem(0), task.problem(1)]
     assert scores(task, problems, ["\\boxed{4}", "8"]) == [1.0, 0.0]

@@ -47,11 +47,17 @@ def test_means_are_over_problems_and_ungraded_samples_are_left_out() -> None:
     assert (result.problems, result.ungraded) == (3, 1)
 
 
-def test_one_sample_has_no_majority_and_no_verdict_is_an_error() -> None:
+def test_one_sample_has_no_majority_and_no_verdict_gives_no_score() -> None:
     result = evaluate(*drawn({0: [("7", 1.0)], 1: [("3", 0.0)]}))
     assert (result.pass_at_1, result.majority, result.pass_at_k) == (0.5, None, {})
-    with pytest.raises(ValueError, match="no sample of the evaluation has a verdict"):
-        evaluate(*drawn({0: [("7", None)]}))
+    result = evaluate(*drawn({0: [("7", None)]}))
+    assert (result.pass_at_1, result.majority, result.pass_at_k, result.ungraded) == (None, None, {}, 1)
+
+
+def test_one_ungraded_sample_does_not_take_pass_at_k_from_the_others() -> None:
+    four: list[tuple[str, float | None]] = [("7", 1.0), ("7", 0.0), ("8", 0.0), ("9", 0.0)]
+    result = evaluate(*drawn({0: four, 1: [*four[:3], ("9", None)]}))
+    assert result.pass_at_k == {2: (1 - 3 / 6 + 1 - 1 / 3) / 2, 4: 1.0}
 
 
 def test_the_papers_preset_and_settings_that_contradict_it() -> None:

@@ -55,13 +55,11 @@ def test_the_papers_recipes(path: Path) -> None:
     method = settings.method
     if method.name == "logra":
         logra = method.logra
-        assert (logra.rank, logra.step_size, logra.lr, logra.beta2, logra.eps) == (
-            256,
-            "update_ratio",
-            6e-5,
-            0.95,
-            1e-8,
-        )
+        assert (logra.rank, logra.step_size, logra.lr) == (256, "update_ratio", 6e-5)
+        assert (logra.beta2, logra.eps) == (0.95, 1e-8)
+        kl = method.kl
+        assert (kl.budget, kl.budget_final, kl.schedule, kl.schedule_updates) == (2e-4, 2e-5, "cosine", 300)
+        assert (kl.alpha_max, kl.responses) == (3.0, 2)
     if method.name == "adamw":
         assert (method.lr, method.betas, method.weight_decay) == (1e-6, (0.9, 0.95), 0.0)
         assert (method.schedule, method.warmup_updates) == ("cosine", 9)

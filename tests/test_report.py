@@ -10,7 +10,7 @@ import pytest
 
 from logra.cli import main
 from logra.report.page import page
-from logra.report.plots import CURVES, draw_curve, mean_and_band
+from logra.report.plots import CURVES, draw_calibration, draw_curve, mean_and_band
 from logra.report.runs import Run, changed_settings, read_run
 from logra.run_settings import TrainSettings, as_plain
 from tests.test_training import QUICK
@@ -125,6 +125,18 @@ def test_several_runs_of_a_method_are_their_mean_and_band() -> None:
     assert "mean of 2logra0.3000.550+0.250" in shown
     assert "logra pass@1 0.300 \u2192 0.550 (mean of 2)" in shown
     assert draw_curve(CURVES[2], runs) is None
+    assert draw_calibration(runs) is None
+
+
+def test_budget_and_calibration_of_controlled_runs() -> None:
+    run = made_up("logra", 0)
+    for line in run.updates:
+        line |= {"predicted_kl_of_step": 1e-4, "realised_kl": 1.1e-4, "kl_budget_effective": 2e-4, "alpha": 0.5}
+    svg = draw_curve(CURVES[2], [run])
+    assert svg is not None
+    assert "budget" in svg
+    assert "predicted and realised" in (draw_calibration([run]) or "")
+    assert "what proposed steps were multiplied by" in page([run])
 
 
 def test_only_settings_that_differ_are_listed() -> None:

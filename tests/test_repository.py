@@ -36,7 +36,19 @@ def test_the_optimizer_needs_torch_alone() -> None:
 
 
 def test_imports_run_one_way() -> None:
-    order = ["config", "run_settings", "native", "random_bits", "sketch", "optim", "rl", "rollout", "tasks", "model"]
+    order = [
+        "config",
+        "run_settings",
+        "native",
+        "random_bits",
+        "sketch",
+        "optim",
+        "rl",
+        "kl",
+        "rollout",
+        "tasks",
+        "model",
+    ]
     order += [
         "evaluation",
         "curriculum",

@@ -185,6 +185,41 @@ def test_a_finished_run_can_go_on_to_more_updates_or_is_left_as_it_is(tmp_path: 
     assert lines(folder) == lines(whole)
 
 
+def test_a_run_that_cannot_begin_leaves_the_place_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    absent = ["--model.name", str(tmp_path / "absent"), "--run.folder", str(folder)]
+    assert main(["train", *COMMON, *absent]) == 2
+    assert not folder.exists()
+    assert main(["train", *COMMON, "--run.folder", str(folder), "--run.updates", "1"]) == 0
+    kept = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert main(["train", *COMMON, *absent, "--run.overwrite", "true"]) == 2
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == kept
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert main(["train", *COMMON, "--run.folder", str(folder), "--run.updates", "2", "--run.overwrite", "true"]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "settings.json").write_text('{"editor": "mine"}')
+    capsys.readouterr()
+    assert main(["train", *COMMON, "--run.folder", str(mine), "--run.overwrite", "true"]) == 2
+    assert "is not empty and holds no run" in capsys.readouterr().err
+    assert (mine / "settings.json").read_text() == '{"editor": "mine"}'
+
+
+def test_damaged_checkpoints_do_not_push_good_ones_out(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    arguments = ["train", *COMMON, "--run.folder", str(folder), "--run.save_every", "2", "--run.keep", "1"]
+    assert main(arguments) == 0
+    wanted = weights(folder)
+    subprocess.run(["rm", "-r", str(folder / "model")], check=True)
+    (folder / "checkpoint-6" / "model.safetensors").write_bytes(b"damaged")
+    assert main(["train", "--resume", str(folder), "--run.updates", "4"]) == 0
+    assert [number.name for number in folder.glob("checkpoint-*")].count("checkpoint-4") == 1
+    assert (folder / "checkpoint-6.damaged").exists()
+    assert main(["train", "--resume", str(folder), "--run.updates", "6"]) == 0
+    assert weights(folder) == wanted
+
+
 def test_what_a_run_learns_from_cannot_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
     assert main(["train", *COMMON, "--run.folder", str(folder), "--run.updates", "1"]) == 0

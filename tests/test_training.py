@@ -71,7 +71,7 @@ def test_every_method_trains_and_leaves_a_loadable_model(method: str, tmp_path: 
         ["--learning.advantage", "group_normalised", "--learning.loss", "clipped", "--learning.minibatches", "2"],
         ["--learning.loss", "sequence", "--learning.normalisation", "sequence", "--learning.updates_per_batch", "2"],
         ["--learning.loss", "cispo", "--learning.normalisation", "constant", "--learning.train_truncated", "false"],
-        ["--learning.advantage", "batch_normalised", "--model.compute", "fp32", "--model.weights", "bfloat16"],
+        ["--learning.advantage", "batch_normalised", "--model.compute", "bf16", "--model.weights", "bfloat16"],
         ["--learning.advantage", "leave_one_out", "--model.gradient_checkpointing", "true"],
         ["--method.logra.storage", "split", "--method.schedule", "cosine", "--method.warmup_updates", "1"],
         ["--rollout.refill", "2", "--learning.format_pattern", "^[0-9]", "--learning.overlong_tokens", "3"],
@@ -322,6 +322,7 @@ def test_tasks_are_shown_with_prompt_answer_and_score(capsys: pytest.CaptureFixt
     ("arguments", "message"),
     [
         (["--rollout.samplez", "3"], "samplez"),
+        (["--model.compute", "fp32", "--model.weights", "bfloat16"], "products would be in bf16"),
         (["--rollout.samples", "0"], "samples is 0; it must be at least 1"),
         (["--rollout.top_p", "0.8"], "filtered policy"),
         (["--rollout.temperature", "0"], "temperature is 0.0; it must be above 0"),

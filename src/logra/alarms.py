@@ -18,7 +18,8 @@ ALARMS: dict[str, str] = {
     "no_signal": "no sample had anything to teach: all scores within a group were equal. Take easier or harder "
     "problems, or set rollout.refill",
     "no_verdict": "no sample was graded; every reward gave None. Check the reward and the gold answers",
-    "step_skipped": "a gradient was not finite, so weights were left as they were. Lower the step size if this repeats",
+    "step_skipped": "a gradient or a prediction was not finite, or a step did not fit the KL budget, so weights "
+    "were left as they were. Lower the step size if this repeats",
 }
 
 

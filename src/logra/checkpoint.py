@@ -41,9 +41,9 @@ def compute_weights(model: Any, compute: str, own: Mapping[str, Tensor]) -> dict
             continue
         place = value.data_ptr()
         if place not in written:
-            short = own.get(name, value).to(torch.bfloat16)
+            short = own.get(name, value).to("cpu", torch.bfloat16)  # a checkpoint takes no memory of the device
             computes_short = name in products and place not in tied
-            written[place] = short if computes_short or torch.equal(short.to(value.dtype), value) else value
+            written[place] = short if computes_short or torch.equal(short.to(value.dtype), value.cpu()) else value
         state[name] = written[place]
     return state
 

@@ -74,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
         built = parser.instantiate(parsed)
         run = {"train": _train, "eval": _eval, "tasks": _tasks, "report": _report, "convert": _convert}[command]
         return run(built[command])
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, OSError) as error:
         sys.stderr.write(f"logra {command}: {error}\n")
         return 2
 

@@ -39,6 +39,45 @@ def _is_size(value: Any) -> bool:
 
 
 @dataclass(frozen=True)
+class KlSettings:
+    """How far a step may move the policy (arXiv 2610.06647, section 2.5).
+
+    Raises:
+        ValueError: a value is out of range; the message names the remedy.
+    """
+
+    budget: float | None = setting(
+        None, "Predicted KL(before || after) of the first update, nats per token; none: no control (paper: 2e-4)."
+    )
+    budget_final: float | None = setting(
+        None, "The same from update schedule_updates on; none: as budget (paper: 2e-5)."
+    )
+    schedule: str = setting("cosine", "Between the two.", ("cosine", "linear", "constant"))
+    schedule_updates: int = setting(300, "Update at which budget_final is reached (paper: 300).")
+    alpha_max: float = setting(3.0, "A step is made at most so many times larger than proposed (paper: 3).")
+    estimator: str = setting(
+        "auto",
+        "Prediction: jvp (forward-mode derivative), secant (a second forward, any kernel and method), or what runs.",
+        ("auto", "jvp", "secant"),
+    )
+    verify: bool = setting(True, "Measure the KL of the step before it is taken, and shrink it until it fits.")
+    responses: int = setting(2, "Responses of the batch that are looked at, and as many others afterwards.")
+
+    def __post_init__(self) -> None:
+        for spec in fields(self):
+            check_allowed(spec.name, getattr(self, spec.name), spec.metadata["allowed"])
+        for name in ("budget", "budget_final", "alpha_max"):
+            value = getattr(self, name)
+            if value is not None and not (_is_size(value) and value > 0):
+                raise ValueError(f"{name} is {value!r}; it must be a number above 0")
+        for name in ("schedule_updates", "responses"):
+            if not _is_whole(getattr(self, name)) or getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be a whole number of at least 1")
+        if self.budget_final is not None and self.budget is None:
+            raise ValueError(f"budget_final is {self.budget_final}, but budget is none; give the first update's budget")
+
+
+@dataclass(frozen=True)
 class LograSettings:
     """How `LograOptimizer` updates a model. Defaults are the paper's where it has them (arXiv 2610.06647).
 

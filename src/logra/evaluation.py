@@ -15,14 +15,15 @@ class EvaluationResult:
     """Means over problems.
 
     Attributes:
-        pass_at_1: mean share of right samples.
-        pass_at_k: k -> unbiased chance that at least one of k samples is right, for k = 2, 4, ... up to n.
+        pass_at_1: mean share of right samples; None if no sample has a verdict.
+        pass_at_k: k -> unbiased chance that at least one of k samples is right, for k = 2, 4, ..., of problems with at
+            least k verdicts.
         majority: share of problems whose most frequent final answer is right; None with one sample.
-        problems: how many.
+        problems: how many have a verdict.
         ungraded: samples without a verdict, left out everywhere.
     """
 
-    pass_at_1: float
+    pass_at_1: float | None
     pass_at_k: dict[int, float]
     majority: float | None
     problems: int
@@ -44,17 +45,20 @@ def evaluate(samples: Sequence[Sample], scores: Sequence[float | None]) -> Evalu
         if score is not None:
             verdicts[sample.group_id].append(score >= 1)
             answers[sample.group_id].append((final_answer(sample.text), score >= 1))
-    if not verdicts:
-        raise ValueError("no sample of the evaluation has a verdict; the reward gave None for all of them")
-    least = min(map(len, verdicts.values()))
-    sizes = [2**power for power in range(1, 20) if 2**power <= least]
-    mean = sum(sum(each) / len(each) for each in verdicts.values()) / len(verdicts)
-    curve = {k: sum(pass_at_k(len(v), sum(v), k) for v in verdicts.values()) / len(verdicts) for k in sizes}
-    majority = None
-    if least > 1:
-        majority = sum(_majority_is_right(each) for each in answers.values()) / len(answers)
     ungraded = sum(score is None for score in scores)
+    if not verdicts:
+        return EvaluationResult(None, {}, None, 0, ungraded)
+    most = max(map(len, verdicts.values()))
+    sizes = [2**power for power in range(1, 20) if 2**power <= most]
+    mean = sum(sum(each) / len(each) for each in verdicts.values()) / len(verdicts)
+    curve = {k: _mean([pass_at_k(len(v), sum(v), k) for v in verdicts.values() if len(v) >= k]) for k in sizes}
+    several = [each for each in answers.values() if len(each) > 1]
+    majority = _mean([_majority_is_right(each) for each in several]) if several else None
     return EvaluationResult(mean, curve, majority, len(verdicts), ungraded)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 def _majority_is_right(answers: list[tuple[str, bool]]) -> bool:

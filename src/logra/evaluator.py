@@ -84,11 +84,8 @@ class Evaluator:
         by_task: dict[str, list[ScoredSample]] = defaultdict(list)
         for each in scored:
             by_task[each.task].append(each)
-        shares = {
-            name: _summary(part).pass_at_1
-            for name, part in by_task.items()
-            if len(by_task) > 1 and any(each.score is not None for each in part)
-        }
+        means = {name: _summary(part).pass_at_1 for name, part in by_task.items() if len(by_task) > 1}
+        shares = {name: mean for name, mean in means.items() if mean is not None}
         greedy = None
         if self.also_greedy:
             once = [replace(prompt, first_sample_id=prompt.group_id, samples=1) for prompt in self.prompts]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a scored batch to a step: advantages, log-probabilities, loss, backward micro-batch by micro-batch."""
 
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,9 @@ import torch
 from torch import Tensor
 
 from logra.collect import Batch
+from logra.kl.controlled_step import ControlledStep
+from logra.kl.measure import KlMeter
+from logra.kl.step_control import StepControl
 from logra.model import Policy
 from logra.rl import advantages as advantage_kinds
 from logra.rl import losses
@@ -21,12 +25,20 @@ from logra.update_rules import StepReport, UpdateRule, step_size_factor
 
 @dataclass
 class Tally:
-    """Over the tokens that an update was trained on."""
+    """Over the tokens that an update was trained on, in the first pass."""
 
     tokens: int = 0
     entropy: float = 0.0
     reference_kl: float = 0.0
     gaps: list[Tensor] = field(default_factory=list)
+    finished: list[Tensor] = field(default_factory=list)
+
+    def finished_gap(self) -> float | None:
+        """Mean of rollout minus trainer log-probability over tokens of responses that ended by themselves."""
+        if not self.gaps:
+            return None
+        gaps, finished = torch.cat(self.gaps), torch.cat(self.finished)
+        return float(gaps[finished].mean()) if finished.any() else None
 
     def metrics(self) -> dict[str, Any]:
         """Means, in nats; None where no token was trained on."""
@@ -60,6 +72,10 @@ class Learner:
         self.settings, self.policy, self.rule, self.reference = settings, policy, rule, reference
         self.baseline = RunningBaseline()
         self.before_step: Callable[[], None] = lambda: None
+        self.controlled: ControlledStep | None = None
+        if settings.method.kl.budget is not None:
+            meter = KlMeter(policy.causal, settings.rollout.temperature)
+            self.controlled = ControlledStep(rule, meter, StepControl(settings.method.kl))
         self.base_rates = [group["lr"] for group in rule.optimizer.param_groups]
         if settings.learning.reference_kl > 0 and reference is None:
             raise ValueError("learning.reference_kl is above 0, but no reference model was given")
@@ -70,15 +86,14 @@ class Learner:
         advantages, rows = self.advantages(batch)
         several = learning.updates_per_batch * learning.minibatches > 1
         old = self._old_logprobs(batch, rows) if several else {}
-        tally, reports = Tally(), list[StepReport]()
-        for _ in range(learning.updates_per_batch):
+        tally, reports, measured = Tally(), list[StepReport](), dict[str, Any]()
+        for turn in range(learning.updates_per_batch):
             for part in self._minibatches(batch, rows):
                 self._set_step_size(update)
-                self._backward(batch, part, advantages, old, tally)
+                self._backward(batch, part, advantages, old, tally if turn == 0 else Tally())
                 if part:
-                    self.before_step()
-                    reports.append(self.rule.step())
-        metrics = {"samples_trained": len(rows)} | tally.metrics()
+                    reports.append(self._step(batch, part, update, tally, measured))
+        metrics = {"samples_trained": len(rows)} | tally.metrics() | measured
         if self.reference is not None:
             metrics["reference_kl"] = tally.reference_kl / max(1, tally.tokens)
         metrics["steps"] = sum(report.applied for report in reports)
@@ -88,6 +103,25 @@ class Learner:
             metrics |= {"grad_norm": last.grad_norm, "realised_stored": last.realised_stored}
             metrics["realised_compute"] = last.realised_compute
         return metrics
+
+    def _step(self, batch: Batch, rows: list[int], update: int, tally: Tally, measured: dict[str, Any]) -> StepReport:
+        """One step of the rule, under the KL budget if there is one; `measured` gets the latest step's KL metrics."""
+        if self.controlled is None:
+            self.before_step()
+            return self.rule.step()
+        if not measured:
+            self.controlled.control.observe(tally.finished_gap())
+        count, order = self.controlled.control.settings.responses, list(rows)
+        random.Random(f"{self.settings.run.seed} probe {update}").shuffle(order)
+        chosen = [order[:count], order[count : 2 * count]]
+        probe, others = (
+            collate(batch.samples, part, self.policy.pad_id, self.policy.device) if part else None for part in chosen
+        )
+        assert probe is not None
+        report, metrics = self.controlled(update, probe, others, self.settings.model.compute, self.before_step)
+        assert isinstance(report, StepReport)
+        measured |= metrics
+        return report
 
     def advantages(self, batch: Batch) -> tuple[Tensor, list[int]]:
         """fp64 [samples], 0 where there is no verdict, and the rows that are trained on."""
@@ -143,7 +177,9 @@ class Learner:
             (per_token * weights[part].to(mine.device)[index]).sum().backward()
             tally.tokens += len(mine)
             tally.entropy += float(scores.entropy.sum())
-            tally.gaps.append((rollout - mine).cpu())
+            tally.gaps.append((rollout - tokens.old_logprobs).cpu())  # the engine's doing, not that of earlier steps
+            finished = torch.tensor([not samples[row].truncated for row in part])
+            tally.finished.append(finished[index.cpu()])
 
     @torch.no_grad()
     def _old_logprobs(self, batch: Batch, rows: list[int]) -> dict[int, Tensor]:

@@ -47,8 +47,14 @@ class Policy:
         if isinstance(problem.prompt, str):
             messages = [{"role": "user", "content": problem.prompt + task.suffix}]
         else:
-            messages = list(problem.prompt)
+            messages = [dict(message) for message in problem.prompt]
+            messages[-1]["content"] += task.suffix
         if task.system_prompt is not None:
+            if messages[0]["role"] == "system":
+                raise ValueError(
+                    f"problem {problem.key} has a system message of its own, and task.system_prompt would be a second "
+                    f"one; leave task.system_prompt out"
+                )
             messages = [{"role": "system", "content": task.system_prompt}, *messages]
         text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])

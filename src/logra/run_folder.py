@@ -2,6 +2,7 @@
 """The folder of a run: settings as resolved, metrics and samples line by line, checkpoints that any tool loads."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -32,24 +33,47 @@ class RunFolder:
 
     def __init__(self, settings: TrainSettings, resume: bool = False) -> None:
         self.path, self.keep = Path(settings.run.folder), settings.run.keep
-        holds_a_run = (self.path / "settings.json").exists()
+        self._replaced: Path | None = None
+        holds_a_run = _holds_a_run(self.path)
         if resume and not holds_a_run:
-            raise ValueError(f"{self.path} holds no run to resume: there is no settings.json in it")
-        if holds_a_run and not resume:
+            raise ValueError(f"{self.path} holds no run to resume: there is no settings.json of one in it")
+        if not resume and self.path.exists() and any(self.path.iterdir()):
+            if not holds_a_run:
+                raise ValueError(f"run.folder {self.path} is not empty and holds no run; choose another folder")
             if not settings.run.overwrite:
                 raise ValueError(
                     f"run.folder {self.path} holds a run already; go on with `logra train --resume {self.path}`, "
                     f"choose another folder, or set run.overwrite to true"
                 )
-            shutil.rmtree(self.path)
         try:
+            if not resume and holds_a_run:
+                self._replaced = self.path.with_name(f"{self.path.name}.replaced")
+                shutil.rmtree(self._replaced, ignore_errors=True)
+                os.replace(self.path, self._replaced)
             self.path.mkdir(parents=True, exist_ok=True)
             write_json(self.path / "settings.json", as_plain(settings))
             write_json(self.path / "versions.json", {name: _version(name) for name in _PACKAGES})
         except OSError as error:
             raise ValueError(f"run.folder {self.path} cannot be written ({error}); choose another folder") from error
+        self._resumed = resume
         for name in ("model", "best"):
             recover(self.path / name)
+        for left in self.path.glob("*.tmp"):
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+
+    def started(self) -> None:
+        """The run could begin: the one that it replaces goes for good."""
+        if self._replaced is not None:
+            shutil.rmtree(self._replaced, ignore_errors=True)
+            self._replaced = None
+
+    def give_up(self) -> None:
+        """The run could not begin: leave the place as it was found."""
+        if self._resumed:
+            return
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._replaced is not None:
+            os.replace(self._replaced, self.path)
 
     def log(self, line: dict[str, Any]) -> None:
         """Append one line to metrics.jsonl."""
@@ -76,7 +100,8 @@ class RunFolder:
                 raise
             raise ValueError(self._not_saved(name, error)) from error
         for _, old in self.checkpoints()[: -self.keep]:
-            shutil.rmtree(old)
+            if old != final:
+                shutil.rmtree(old)
         return final
 
     def checkpoints(self) -> list[tuple[int, Path]]:
@@ -95,7 +120,15 @@ class RunFolder:
         return None, wrong
 
     def forget_after(self, update: int, evaluated: bool) -> None:
-        """Drop lines of updates after `update`, of its evaluation unless `evaluated`, and a line cut short."""
+        """Drop lines of updates after `update`, of its evaluation unless `evaluated`, and a line cut short.
+
+        Later checkpoints, which cannot be used, are renamed: they must not count among those kept.
+        """
+        for number, path in self.checkpoints():
+            if number > update:
+                damaged = path.with_name(f"{path.name}.damaged")
+                shutil.rmtree(damaged, ignore_errors=True)
+                os.replace(path, damaged)
         for name in LOGS:
             path = self.path / name
             if not path.exists():
@@ -108,7 +141,7 @@ class RunFolder:
     def _append(self, name: str, lines: list[dict[str, Any]]) -> None:
         try:
             with (self.path / name).open("a") as file:
-                file.write("".join(json.dumps(line) + "\n" for line in lines))
+                file.write("".join(json.dumps(_finite(line)) + "\n" for line in lines))
         except OSError as error:
             raise ValueError(f"{self.path / name} cannot be written ({error}); {self._how_to_go_on()}") from error
 
@@ -123,6 +156,24 @@ class RunFolder:
             f"everything saved before is intact. Free some space or make the folder writable, then go on from {since} "
             f"with `logra train --resume {self.path}`"
         )
+
+
+def _holds_a_run(path: Path) -> bool:
+    """Whether the folder has settings of ours."""
+    try:
+        settings = json.loads((path / "settings.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(settings, dict) and {"model", "task", "rollout", "learning", "method", "run"} <= set(settings)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: null stands for them."""
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _stays(line: str, update: int, evaluated: bool) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from logra.config import LograSettings, check_allowed, setting
+from logra.config import KlSettings, LograSettings, check_allowed, setting
 
 METHODS = ("logra", "adamw", "lora", "sgd")
 
@@ -43,6 +43,11 @@ class ModelSettings:
 
     def __post_init__(self) -> None:
         check_section(self)
+        if self.weights == "bfloat16" and self.compute == "fp32":
+            raise ValueError(
+                "compute is 'fp32', but weights is 'bfloat16': products would be in bf16. Use weights float32, or "
+                "compute bf16"
+            )
 
 
 @dataclass(frozen=True)
@@ -176,16 +181,18 @@ class MethodSettings:
         default_factory=lambda: LograSettings(rank=64, step_size="lr", lr=3e-5, max_norm=1.0),
         metadata={"help": "Settings of LograOptimizer, for method logra."},
     )
-    lr: float = setting(3e-5, "Learning rate of adamw, lora and sgd.", least=0.0)
+    lr: float = setting(3e-5, "Learning rate of adamw, lora and sgd (logra has its own, logra.lr).", least=0.0)
     betas: tuple[float, float] = setting((0.9, 0.95), "AdamW's betas (paper's dense control).")
     weight_decay: float = setting(0.0, "Weight decay of adamw and lora.", least=0.0)
-    max_norm: float = setting(1.0, "Gradient clip of adamw, lora and sgd.")
+    max_norm: float = setting(1.0, "Gradient clip of adamw, lora and sgd.", least=0.0)
     lora_rank: int = setting(32, "Rank of LoRA's adapters.", least=1)
     lora_alpha: float = setting(64.0, "LoRA's alpha.")
     warmup_updates: int = setting(0, "Updates over which the step size rises from 0.", least=0)
     schedule: str = setting(
         "constant", "Step size after warm-up: constant, or cosine to a tenth.", ("constant", "cosine")
     )
+
+    kl: KlSettings = field(default_factory=KlSettings, metadata={"help": "KL-controlled step sizes, for every method."})
 
     def __post_init__(self) -> None:
         check_section(self)

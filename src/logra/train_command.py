@@ -3,6 +3,7 @@
 
 import copy
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -15,7 +16,7 @@ from logra.checkpoint import compute_weights, model_card, write_model
 from logra.evaluator import Evaluator, ScoredSample
 from logra.hub import check_hub, push
 from logra.interruption import Interrupted
-from logra.model import Policy, load_policy
+from logra.model import Policy, chosen_device, load_policy
 from logra.problems import Mixture
 from logra.progress import make_progress
 from logra.rl.logprobs import CausalModel
@@ -67,6 +68,9 @@ def assemble(settings: TrainSettings, checkpoint: Path | None = None, mixture: M
         ValueError: model, tasks or settings do not fit; the message says what to do.
     """
     torch.manual_seed(settings.run.seed)  # LoRA's first weights; nothing else draws from it
+    if chosen_device(settings.model) == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
     lora = settings.method.name == "lora"
     # A checkpoint of LoRA holds merged weights; its adapters go on beside the weights at start.
     place = settings.model if checkpoint is None or lora else replace(settings.model, name=str(checkpoint))
@@ -89,11 +93,10 @@ def make_engine(settings: TrainSettings, policy: Policy) -> RolloutEngine:
 
 
 def _reference(settings: TrainSettings) -> CausalModel | None:
-    """The model at start, held in the dtype it computes in."""
+    """The model at start, computing as the policy does."""
     if not settings.learning.reference_kl:
         return None
-    weights = "bfloat16" if settings.model.compute == "bf16" else settings.model.weights
-    model = load_policy(replace(settings.model, weights=weights, gradient_checkpointing=False)).causal
+    model = load_policy(replace(settings.model, gradient_checkpointing=False)).causal
     model.model.requires_grad_(False).eval()
     return model
 
@@ -104,10 +107,15 @@ def train(settings: TrainSettings, resume: bool = False) -> int:
         check_hub(settings.run.push_to_hub)
     mixture = Mixture(settings)  # data and golds are checked before a model loads
     folder = RunFolder(settings, resume)
-    checkpoint = _checkpoint(folder) if resume else None
-    parts = assemble(settings, checkpoint, mixture)
+    try:
+        checkpoint = _checkpoint(folder) if resume else None
+        parts = assemble(settings, checkpoint, mixture)
+        trackers = Trackers(settings.run.trackers, settings)
+    except BaseException:
+        folder.give_up()
+        raise
+    folder.started()
     progress = make_progress(settings.run.updates)
-    trackers = Trackers(settings.run.trackers, settings)
 
     def save(name: str) -> Path:
         return folder.save_model(name, lambda path: parts.write(path, run, name.startswith("checkpoint")))
@@ -125,7 +133,9 @@ def train(settings: TrainSettings, resume: bool = False) -> int:
     finally:
         progress.close()
         trackers.close()
-    return _finish(folder, parts, run, save, reason)
+    with run.interruption.watching():
+        run.interruption.defer()  # all updates are done: what is left is to save them
+        return _finish(folder, parts, run, save, reason)
 
 
 def _checkpoint(folder: RunFolder) -> Path | None:

@@ -64,9 +64,13 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """Plain numbers from which `load` goes on, weights and optimizer aside."""
-        return {"update": self.update, "mixture": self.mixture.state(), "baseline": self.learn.baseline.value}
+        control = None if self.learn.controlled is None else self.learn.controlled.control.state()
+        numbers = {"update": self.update, "mixture": self.mixture.state(), "baseline": self.learn.baseline.value}
+        return numbers | {"control": control}
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken."""
         self.update, self.learn.baseline.value = state["update"], state["baseline"]
         self.mixture.load(state["mixture"])
+        if self.learn.controlled is not None:
+            self.learn.controlled.control.load(state["control"])

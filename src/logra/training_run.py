@@ -80,13 +80,14 @@ class TrainingRun:
         Raises:
             Interrupted: by a signal; everything is as it was after the latest whole update, saved as a checkpoint.
         """
-        try:
-            with self.interruption.watching():
+        with self.interruption.watching():
+            try:
                 return self._run()
-        except Interrupted:
+            except Interrupted as stop:
+                number = stop.number  # the exception itself would keep the tensors of the update alive
             if self.trainer.update > self.saved_update:
                 self.save(f"checkpoint-{self.trainer.update}")
-            raise
+            raise Interrupted(number)
 
     def _run(self) -> str | None:
         run, reason = self.settings.run, self._alarm_that_ends()
@@ -119,6 +120,7 @@ class TrainingRun:
             self.interruption.defer()
         except Interrupted:
             self.load(before)
+            self.trainer.rule.optimizer.zero_grad()
             raise
         line = update.line
         names = self.alarms(line)
@@ -142,6 +144,10 @@ class TrainingRun:
         standing.now = {"update": update} | scores
         if not update:
             standing.before = standing.now
+            if scores["pass@1"] is None:
+                raise ValueError("no sample of the first evaluation was graded; the reward gave None for all of them")
+        elif scores["pass@1"] is None:
+            self.progress.say(f"update {update}: no sample of the evaluation was graded; every reward gave None")
         elif scores["pass@1"] > standing.best:
             standing.best, standing.without_better = scores["pass@1"], 0
             if self.settings.run.save_every:
@@ -179,6 +185,8 @@ class TrainingRun:
         if not self.trainer.update or standing.now["update"] != self.trainer.update:
             return None
         score = standing.now["pass@1"]
+        if score is None:
+            return None
         if evaluation.stop_at is not None and score >= evaluation.stop_at:
             self.reached = True
             return f"pass@1 {score:.3f} reached evaluation.stop_at {evaluation.stop_at}"

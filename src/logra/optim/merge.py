@@ -79,6 +79,17 @@ def row_blocks(rows: int, columns: int, device_type: str) -> list[range]:
     return [range(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
+def formed(storage: WeightStorage, step: LayerStep) -> Tensor:
+    """The weight that computes after the step, [out_features, in_features], bit for bit as `merge` would leave it."""
+    blocks = row_blocks(storage.layer.out_features, storage.layer.in_features, step.factors.device.type)
+    parts = []
+    for rows in blocks:
+        move = step.move(rows)
+        after = storage.rounded(rows, torch.sub(step.decayed(storage.read(rows).stored), move, out=move), step.update)
+        parts.append(after.stored if after.compute is None else after.compute)
+    return torch.cat(parts)
+
+
 def merge(storage: WeightStorage, step: LayerStep, share: RealisedShare | None = None) -> None:
     """Apply one step in place. Call it inside `exact_products`; the bits do not depend on the blocking."""
     blocks = row_blocks(storage.layer.out_features, storage.layer.in_features, step.factors.device.type)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from logra.config import LograSettings
 from logra.optim.factors import check_exact, exact_products
 from logra.optim.merge import RealisedShare, merge
+from logra.optim.others import others_of, put_back, refuse_short_others, values_after
 from logra.optim.proposal import Proposal, make_proposal
 from logra.optim.storage import make_storages
 from logra.sketch.hooks import Sketches, attach
@@ -85,7 +86,7 @@ class LograOptimizer(torch.optim.Optimizer):
         self.last: AppliedUpdate | None = None
         self._proposal: Proposal | None = None
         self._complete = False
-        self._others = _others(model, self.sketches)
+        self._others = others_of(model, self.sketches)
         self._others_required_grad = [parameter.requires_grad for parameter in self._others]
         try:
             self._build(model)
@@ -99,7 +100,7 @@ class LograOptimizer(torch.optim.Optimizer):
         s = self.settings
         trained = s.others == "adamw"
         if trained:
-            _refuse_short_others(model, self._others)
+            refuse_short_others(model, self._others)
         self.storages = make_storages(self.sketches, s.storage, s.seed, s.dithered_copy)
         for parameter in self._others:
             parameter.requires_grad_(parameter.requires_grad and trained)
@@ -210,6 +211,20 @@ class LograOptimizer(torch.optim.Optimizer):
         )
         self._next_update()
         return self.last
+
+    @torch.no_grad()
+    def others_after(self) -> tuple[list[nn.Parameter], list[Tensor]]:
+        """The other parameters that are trained, and their values after the proposed step; nothing is changed."""
+        if self._proposal is None or not self._trained_others:
+            return [], []
+        clip, grads = self._proposal.clip, [parameter.grad for parameter in self._trained_others]
+        for parameter in self._trained_others:
+            parameter.grad = None if parameter.grad is None else parameter.grad.clone()  # clipping changes them
+        after, state = values_after(self, self._trained_others, lambda: self._step_others(1.0, clip))
+        put_back(self, self._trained_others, state)
+        for parameter, grad in zip(self._trained_others, grads, strict=True):
+            parameter.grad = grad
+        return self._trained_others, after
 
     def discard(self) -> None:
         """Drop the proposal. Sketches, weights, moments and counters are as if it had never been made."""
@@ -358,17 +373,6 @@ class LograOptimizer(torch.optim.Optimizer):
             parameter.requires_grad_(flag)
 
 
-def _refuse_short_others(model: nn.Module, others: list[nn.Parameter]) -> None:
-    short = {id(each) for each in others if each.requires_grad and each.dtype != torch.float32}
-    names = [name for name, parameter in model.named_parameters() if id(parameter) in short]
-    if names:
-        raise ValueError(
-            f"others='adamw' trains {len(names)} parameters that are not float32, such as {names[0]}: rounding would "
-            f"swallow AdamW's steps. Load the model in float32 and set storage='split' or 'bf16' for the selected "
-            f"weights, or use others='frozen'."
-        )
-
-
 def _refuse_several_processes() -> None:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         processes = torch.distributed.get_world_size()
@@ -378,11 +382,6 @@ def _refuse_several_processes() -> None:
                 f"sketches are not yet summed over processes. Run one process, or leave torch.distributed "
                 f"uninitialised."
             )
-
-
-def _others(model: nn.Module, sketches: Sketches) -> list[nn.Parameter]:
-    selected = {id(layer.weight) for layer in sketches}
-    return [parameter for parameter in model.parameters() if id(parameter) not in selected]
 
 
 def _bytes(tensor: Tensor) -> int:

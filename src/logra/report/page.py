@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from logra.alarms import ALARMS
-from logra.report.plots import CURVES, by_method, draw_curve, draw_memory, draw_seconds
+from logra.report.plots import CURVES, by_method, draw_calibration, draw_curve, draw_memory, draw_seconds
 from logra.report.runs import Run, changed_settings
 from logra.tasks.verdict import OUTCOMES
 
@@ -38,7 +38,8 @@ def page(runs: Sequence[Run]) -> str:
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'"
     title = _text(runs[0].name if len(runs) == 1 else f"{len(runs)} runs")
-    plots = [draw_curve(curve, runs) for curve in CURVES] + [draw_seconds(runs), draw_memory(runs)]
+    plots = [draw_curve(curve, runs) for curve in CURVES]
+    plots += [draw_calibration(runs), draw_seconds(runs), draw_memory(runs)]
     figures = "\n".join(f"<figure>{_own_ids(svg, place)}</figure>" for place, svg in enumerate(plots) if svg)
     return f"""<!doctype html>
 <html lang="en">

@@ -21,11 +21,13 @@ class Curve:
         title: what it is, with its unit.
         points: of a run, (update, value) in order.
         marks: whether single points are drawn.
+        budget: what the quantity should stay below, drawn dashed, on a logarithmic scale.
     """
 
     title: str
     points: Callable[[Run], list[tuple[int, float]]]
     marks: bool = False
+    budget: Callable[[Run], list[tuple[int, float]]] | None = None
 
 
 def of_updates(*names: str) -> Callable[[Run], list[tuple[int, float]]]:
@@ -45,14 +47,15 @@ def of_updates(*names: str) -> Callable[[Run], list[tuple[int, float]]]:
 
 
 def _scores(run: Run) -> list[tuple[int, float]]:
-    return [(line["update"], line["evaluation"]["pass@1"]) for line in run.evaluations]
+    scored = [(line["update"], line["evaluation"]["pass@1"]) for line in run.evaluations]
+    return [(update, score) for update, score in scored if score is not None]
 
 
 CURVES = (
     Curve("pass@1 on held-out problems", _scores, marks=True),
     Curve("reward of training samples", of_updates("reward")),
-    Curve("predicted KL of the step, nats", of_updates("predicted_kl")),
-    Curve("realised KL of the step, nats", of_updates("realised_kl")),
+    Curve("realised KL of a step, nats", of_updates("realised_kl"), budget=of_updates("kl_budget_effective")),
+    Curve("alpha: what proposed steps were multiplied by", of_updates("alpha")),
     Curve("KL from the model at start, nats", of_updates("reference_kl")),
     Curve("entropy, nats", of_updates("entropy")),
     Curve("length, tokens", of_updates("length")),
@@ -100,8 +103,40 @@ def draw_curve(curve: Curve, runs: Sequence[Run]) -> str | None:
             axes.fill_between(updates, [r[2] for r in rows], [r[3] for r in rows], color=colour, alpha=0.18, lw=0)
     if curve.marks:
         axes.set_ylim(0, 1)
+    if curve.budget is not None:
+        limits = [points for run in runs if (points := curve.budget(run))]
+        for points in limits[:1]:
+            axes.plot(*zip(*points, strict=True), color="#888888", ls="--", lw=1, label="budget")
+        axes.set_yscale("log")
     if len(groups) > 1 or any(len(curves) > 1 for curves in groups.values()):
         axes.legend(frameon=False, fontsize=9)
+    return _svg(figure)
+
+
+def draw_calibration(runs: Sequence[Run]) -> str | None:
+    """Predicted against realised KL of the steps that were taken; on the line they agree."""
+    pairs = {
+        method: [
+            (line["predicted_kl_of_step"], line["realised_kl"])
+            for run in group
+            for line in run.updates
+            if line.get("predicted_kl_of_step") and line.get("realised_kl")
+        ]
+        for method, group in by_method(runs).items()
+    }
+    pairs = {method: points for method, points in pairs.items() if points}
+    if not pairs:
+        return None
+    figure, axes = _figure("KL of a step: predicted and realised, nats", "predicted")
+    for method, points in pairs.items():
+        colour = COLOURS.get(method, "#444444")
+        axes.scatter(*zip(*points, strict=True), s=12, alpha=0.6, color=colour, label=method, lw=0)
+    ends = [value for points in pairs.values() for point in points for value in point]
+    axes.plot([min(ends), max(ends)], [min(ends), max(ends)], color="#888888", ls="--", lw=1)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_ylabel("realised", fontsize=9)
+    axes.legend(frameon=False, fontsize=9)
     return _svg(figure)
 
 

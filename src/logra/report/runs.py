@@ -37,6 +37,7 @@ class Run:
     def scores(self) -> tuple[float | None, float | None, float | None]:
         """pass@1 before the first update, after the last, and the best after an update."""
         scored = [(line["update"], line["evaluation"]["pass@1"]) for line in self.evaluations]
+        scored = [(update, score) for update, score in scored if score is not None]
         before = next((score for update, score in scored if update == 0), None)
         later = [score for update, score in scored if update > 0]
         return before, later[-1] if later else None, max(later) if later else None

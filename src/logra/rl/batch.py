@@ -23,7 +23,7 @@ class Sample:
         prompt_ids: the ids the model read.
         completion_ids: the ids drawn, an end token included where one was drawn.
         rollout_logprobs: log-probability of each drawn id, as the engine that drew it computed it.
-        text: the completion decoded, without special tokens.
+        text: the completion decoded, without special tokens, up to a stop string.
         truncated: whether the token limit ended it.
     """
 

@@ -71,7 +71,10 @@ class CausalModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., vocabulary] from hidden states [..., hidden]."""
-        logits = self.head(hidden)
+        return self.finished(self.head(hidden))
+
+    def finished(self, logits: Tensor) -> Tensor:
+        """What the model does to the output layer's product: a scale, a cap."""
         if self.scale != 1.0:
             logits = logits * self.scale
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap

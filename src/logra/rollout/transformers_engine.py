@@ -124,7 +124,7 @@ class TransformersEngine:
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
             where = (lengths + position)[:, None]
             hidden = self.causal.hidden(drawn[:, None], mask, position_ids=where, **with_cache).last_hidden_state[:, -1]
-        return [self._sample(row) for row in rows]
+        return [self._sample(row, sampling) for row in rows]
 
     def _left_padded(self, prompts: list[Prompt], device: torch.device) -> tuple[Tensor, Tensor]:
         width = max(len(prompt.ids) for prompt in prompts)
@@ -157,11 +157,17 @@ class TransformersEngine:
             return True
         if not sampling.stop:
             return False
-        text = self.tokenizer.decode(row.ids, skip_special_tokens=True)
-        return any(stop in text for stop in sampling.stop)
+        return self._stop_place(self.tokenizer.decode(row.ids, skip_special_tokens=False), sampling) is not None
 
-    def _sample(self, row: _Row) -> Sample:
+    def _stop_place(self, text: str, sampling: Sampling) -> int | None:
+        """Where the first stop string begins."""
+        found = [text.find(stop) for stop in sampling.stop]
+        return min((place for place in found if place >= 0), default=None)
+
+    def _sample(self, row: _Row, sampling: Sampling) -> Sample:
+        """The ids as they were sampled; the text without special tokens and up to the stop string."""
         text = self.tokenizer.decode(row.ids, skip_special_tokens=True)
+        text = text[: self._stop_place(text, sampling)]
         return Sample(
             row.sample_id,
             row.prompt.group_id,

@@ -169,6 +169,8 @@ class SketchedForward:
         layer, inputs = self.layer, input
         dtype = _compute_dtype(inputs)
         weight, bias = layer.computing_weight(dtype), getattr(self.module, "bias", None)
+        if layer.shift is not None:
+            return layer.shift(inputs.to(dtype), weight, bias)
         if not torch.is_grad_enabled():
             if weight.dtype == torch.float32 and dtype == torch.bfloat16:
                 return F.linear(inputs, weight, bias)  # autocast's own cast, which it can keep over many calls

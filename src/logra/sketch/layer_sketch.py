@@ -76,6 +76,8 @@ class LayerSketch:
         sketch: S, fp32 [out_features, rank], or None before the first backward of an update.
         compute_copy: bf16 weight used instead of `weight` in bf16 compute, if kept.
         refresh: called before the weight is used, so that what is kept beside it can follow a change; or None.
+        shift: while a step is looked at without being taken, what the layer computes instead from inputs, weight and
+            bias; or None.
         detached: whether the model has its own forward back.
         group: the input group, set when sketches are attached.
     """
@@ -87,6 +89,7 @@ class LayerSketch:
         self.sketch: Tensor | None = None
         self.compute_copy: Tensor | None = None
         self.refresh: Callable[[], None] | None = None
+        self.shift: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
         self.detached = False
         # Gives the output a gradient even where neither the input nor the weight asks for one.
         self.anchor = torch.zeros((), requires_grad=True, device=self.weight.device)

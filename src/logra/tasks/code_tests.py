@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Running a completion's Python against tests, in a process of its own that can do as little as the system allows.
 
-Where the system has user namespaces, the code sees no network, no other processes and a read-only file system with an
-empty /tmp. Everywhere it has limits of time, memory, file size and processes, an empty environment and a folder that is
-deleted. Where only limits protect, `protection` says so, and the run says it loudly.
+Where the system has user namespaces ("namespaces"), the code has no network, no other processes, no capabilities, and a
+root of its own that holds the interpreter, the system's libraries (read-only) and an empty /tmp, nothing of the user's.
+Everywhere it has limits of time, memory, file size and open files, an empty environment and a folder that is deleted.
+Where only limits protect ("limits"), the run says it loudly. Which of the two holds is decided once, before grading.
 
 Tests are Python text with assertions, run after the code, or a list of {"input": ..., "output": ...} for a program that
 reads and writes. The first kind runs in the process of the code, so code that sets out to can fake it; the second
@@ -24,14 +25,35 @@ from functools import cache
 from typing import Any
 
 WALL_SECONDS, MEMORY_BYTES, FILE_BYTES, PROCESSES = 6.0, 1 << 30, 1 << 20, 32
-CODE_CHARACTERS, OUTPUT_BYTES = 60_000, 100_000
+CODE_BYTES = 60_000  # what a command line takes, twice over
+NO_SANDBOX = 97  # exit code of the shell where the sandbox could not be closed
 _FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 _NAMESPACES = ["unshare", "--user", "--map-root-user", "--net", "--ipc", "--pid", "--fork", "--kill-child", "--mount"]
-_CLOSE = (
-    "mount -o bind,ro / / 2>/dev/null || mount -o remount,bind,ro / || exit 97; "
-    "mount -t tmpfs -o size=16m tmpfs /tmp || exit 97; mount -t proc proc /proc || exit 97; cd /tmp; "
-    f"ulimit -u {PROCESSES} 2>/dev/null || ulimit -p {PROCESSES} 2>/dev/null;"
-)
+_NO_CAPABILITIES = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", "--ambient-caps=-all", "--no-new-privs"]
+# $1 is an empty folder that becomes the root, $2 the interpreter's home, the rest a command that runs inside.
+_CLOSE = f"""
+root=$1; home=$2; shift 2
+fail() {{ echo "$1" >&2; exit {NO_SANDBOX}; }}
+mount -t tmpfs -o size=16m,mode=755 tmpfs "$root" || fail "no tmpfs"
+show() {{
+    mkdir -p "$root$1" && mount --rbind "$1" "$root$1" || fail "no $1"
+    for flags in ro ro,nosuid,nodev ro,nodev ro,nosuid; do
+        mount -o "remount,bind,$flags" "$root$1" 2>/dev/null && return
+    done
+    fail "$1 is not read-only"
+}}
+for place in /usr /bin /sbin /lib /lib32 /lib64 /libx32; do
+    if [ -L "$place" ]; then ln -s "$(readlink "$place")" "$root$place"; elif [ -d "$place" ]; then show "$place"; fi
+done
+case "$home" in /usr|/usr/*) ;; *) show "$home" ;; esac
+mkdir "$root/proc" "$root/tmp" "$root/dev"
+mount -t proc proc "$root/proc" || fail "no proc"
+for device in null zero urandom; do
+    : > "$root/dev/$device" && mount --bind "/dev/$device" "$root/dev/$device" || fail "no /dev/$device"
+done
+ulimit -u {PROCESSES} 2>/dev/null || ulimit -p {PROCESSES} 2>/dev/null
+cd "$root/tmp" && exec chroot "$root" {" ".join(_NO_CAPABILITIES)} "$@" || fail "no chroot"
+"""
 _HARNESS = """
 import sys
 _code, _tests, _mark = __import__("json").load(sys.stdin)
@@ -41,6 +63,10 @@ exec(compile(_code, "completion", "exec"), _space)
 exec(compile(_tests, "tests", "exec"), _space)
 print(_mark, file=sys.__stdout__, flush=True)
 """
+
+
+class SandboxLostError(RuntimeError):
+    """The sandbox that was there at the start could not be made now; nothing was run."""
 
 
 def code_of(completion: str) -> str:
@@ -62,75 +88,85 @@ def limits() -> None:
         (resource.RLIMIT_CORE, 0),
     ):
         resource.setrlimit(kind, (value, value))
-    if os.getuid() != 0:  # root is not limited by it, and other users' processes count
-        resource.setrlimit(resource.RLIMIT_NPROC, (PROCESSES * 8, PROCESSES * 8))
 
 
-def _sandboxed(command: list[str]) -> list[str]:
+def _sandboxed(command: list[str], root: str) -> list[str]:
     """The command in namespaces of its own. The shell sees it as arguments and reads none of it."""
-    return [*_NAMESPACES, "sh", "-c", f'{_CLOSE} exec "$@"', "sh", *command]
+    return [*_NAMESPACES, "sh", "-c", _CLOSE, "sh", root, sys.base_prefix, *command]
 
 
 @cache
 def protection() -> str:
-    """What protects here: namespaces of its own ("namespaces"), or limits alone ("limits")."""
-    if shutil.which("unshare") is None:
+    """What protects here, found out by running Python inside: "namespaces", or "limits" alone."""
+    if any(shutil.which(program) is None for program in ("unshare", "setpriv", "chroot", "mount")):
         return "limits"
     try:
-        tried = subprocess.run(
-            _sandboxed(["/bin/sh", "-c", "echo inside"]), capture_output=True, text=True, timeout=10, check=False
-        )
-    except (OSError, subprocess.SubprocessError):
+        exit_code, output = run_python(["-c", "print('inside')"], "", "namespaces")
+    except (OSError, SandboxLostError):
         return "limits"
-    return "namespaces" if tried.returncode == 0 and tried.stdout.strip() == "inside" else "limits"
+    return "namespaces" if exit_code == 0 and output.strip() == "inside" else "limits"
 
 
-def run_python(arguments: list[str], given: str) -> tuple[int | None, str]:
-    """Exit code (None: out of time) and output of a Python process that can do as little as possible."""
-    command = [sys.executable, "-I", "-S", *arguments]
+def run_python(arguments: list[str], given: str, mode: str) -> tuple[int | None, str]:
+    """Exit code (None: out of time) and output of a Python process that can do as little as possible.
+
+    Raises:
+        SandboxLostError: `mode` is "namespaces", and they could not be made.
+    """
+    command = [os.path.realpath(sys.executable), "-I", "-S", *arguments]
     # Output goes to a file, where the limit on file sizes holds.
     with tempfile.TemporaryDirectory(prefix="logra-code-") as folder, tempfile.TemporaryFile() as output:
         running = subprocess.Popen(
-            _sandboxed(command) if protection() == "namespaces" else command,
+            _sandboxed(command, folder) if mode == "namespaces" else command,
             stdin=subprocess.PIPE, stdout=output, stderr=subprocess.DEVNULL, text=True, cwd=folder,
-            env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"}, errors="replace",
+            env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8"}, errors="replace",
             preexec_fn=limits,  # noqa: PLW1509 - the grading process has no threads
         )  # fmt: skip
         try:
             running.communicate(given, timeout=WALL_SECONDS)
-            output.seek(0)
-            return running.returncode, output.read(OUTPUT_BYTES).decode(errors="replace")
         except subprocess.TimeoutExpired:
             return None, ""
         finally:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(running.pid, signal.SIGKILL)
             running.communicate()
+        if mode == "namespaces" and running.returncode == NO_SANDBOX:
+            raise SandboxLostError("namespaces for code could not be made")
+        output.seek(0)
+        return running.returncode, output.read().decode(errors="replace")
 
 
-def run_tests(request: tuple[str, Any]) -> tuple[str, str]:
-    """The outcome ("right", "wrong", "unparseable" or "timed_out") and a word on why.
+def run_tests(request: tuple[str, Any, str]) -> tuple[str, str]:
+    """The outcome ("right", "wrong", "unparseable", "timed_out" or "crashed") and a word on why.
 
     Args:
-        request: the completion, and its tests: text, or a list of {"input", "output"} (also as JSON text).
+        request: the completion; its tests: text, or a list of {"input", "output"} (also as JSON text); and what
+            `protection` gave.
     """
-    completion, tests = request
+    completion, tests, mode = request
     code = code_of(completion)
-    if not code or len(code) > CODE_CHARACTERS:
+    if not code or len(code.encode(errors="replace")) > CODE_BYTES:
         return "unparseable", f"{len(code)} characters of code"
     try:
         compile(code, "completion", "exec")
     except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError) as error:
         return "unparseable", type(error).__name__
+    try:
+        return _verdict(code, tests, mode)
+    except SandboxLostError as error:
+        return "crashed", str(error)
+
+
+def _verdict(code: str, tests: Any, mode: str) -> tuple[str, str]:
     cases = _cases(tests)
     if cases is None:
         mark = secrets.token_hex(16)
-        exit_code, output = run_python(["-c", _HARNESS], json.dumps([code, tests, mark]))
+        exit_code, output = run_python(["-c", _HARNESS], json.dumps([code, tests, mark]), mode)
         if exit_code is None:
             return "timed_out", f"no end within {WALL_SECONDS} s"
         return ("right", "") if exit_code == 0 and output.rstrip().endswith(mark) else ("wrong", f"exit {exit_code}")
     for case in cases:
-        exit_code, output = run_python(["-c", code], str(case["input"]))
+        exit_code, output = run_python(["-c", code], str(case["input"]), mode)
         if exit_code is None:
             return "timed_out", f"no end within {WALL_SECONDS} s"
         if exit_code != 0 or output.split() != str(case["output"]).split():

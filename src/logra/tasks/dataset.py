@@ -5,6 +5,7 @@ Files are JSON lines or parquet. A prompt is text or chat messages; gold answers
 """
 
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,7 +59,7 @@ def read_rows(source: Source) -> list[dict[str, Any]]:
     path = Path(source.path)
     if path.suffix == ".jsonl":
         try:
-            lines = path.read_text().splitlines()
+            lines = path.read_text().split("\n")  # JSON strings may hold what splitlines() takes for an end of line
         except OSError as error:
             raise ValueError(f"{path} cannot be read ({error})") from error
         return [_row(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
@@ -111,6 +112,9 @@ class DatasetTask:
                 f"them, name other columns, or leave them out with drop_bad: true"
             )
         self.dropped = [number for number, _ in bad]
+        if bad:
+            shown = ", ".join(map(str, self.dropped[:10])) + (", ..." if len(bad) > 10 else "")
+            warnings.warn(f"task {name!r}: {len(bad)} of {len(rows)} rows left out (drop_bad): {shown}", stacklevel=2)
 
     def _problem(self, number: int, row: dict[str, Any]) -> Problem | str:
         """The problem of a row, or why it has none."""
@@ -129,7 +133,7 @@ class DatasetTask:
             trouble = gold_trouble(reward, gold)
             if trouble:
                 return f"answer {gold[:60]!r}: {trouble}"
-        rest = {key: value for key, value in row.items() if key not in (source.prompt, source.answer)}
+        rest = {key: value for key, value in row.items() if key != source.prompt}
         return Problem(f"{self.name}-{number}", prompt, gold, rest)
 
     def _column(self, number: int, row: dict[str, Any], column: str) -> Any:

@@ -76,7 +76,8 @@ class CodeReward:
     """1 if the completion's Python passes the tests that stand in the answer column; see `logra.tasks.code_tests`."""
 
     def __init__(self, limits: RewardLimits) -> None:
-        if protection() == "limits":
+        self.mode = protection()  # decided here once: no process falls back on less
+        if self.mode == "limits":
             what = (
                 "reward 'code' runs the model's Python here with limits of time, memory, file size and processes ONLY: "
                 "this system allows no namespaces, so that code can read your files and use the network"
@@ -89,7 +90,7 @@ class CodeReward:
 
     def __call__(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Verdict]:
         """One verdict for each completion."""
-        requests = [(each.text, problem.answer) for problem, each in zip(problems, completions, strict=True)]
+        requests = [(each.text, problem.answer, self.mode) for problem, each in zip(problems, completions, strict=True)]
         return [self._verdict(answer) for answer in self.pool.map(requests)]
 
     def _verdict(self, answer: Answer) -> Verdict:
@@ -98,6 +99,8 @@ class CodeReward:
         if answer.status != "done":
             return TIMED_OUT if answer.status == "timed_out" else CRASHED
         outcome, _ = answer.value
+        if outcome == "crashed":
+            return CRASHED
         # Code that does not end is wrong: its time limit is part of the task.
         return graded(float(outcome == "right"), parsed=outcome != "unparseable")
 

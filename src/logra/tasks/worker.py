@@ -80,7 +80,7 @@ def make_handler(job: str) -> Handler:
     if job == "code":
         from logra.tasks.code_tests import run_tests
 
-        return run_tests
+        return run_tests  # each request says in which way
     kind, _, name = job.partition("=")
     assert kind == "reward", job
     return reward_handler(name)

@@ -66,7 +66,8 @@ class _Worker:
             env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
         theirs.close()
-        self.deadline = float("inf")
+        self.deadline = time.monotonic() + START_SECONDS
+        self.is_ready = False
         self.request = -1
 
     def kill(self) -> int:
@@ -100,7 +101,13 @@ class WorkerPool:
         """Start one process now, so that a job that cannot be loaded is found out."""
         with self._lock:
             if not self._idle:
-                self._idle.append(self._started())
+                worker = _Worker(self.job, self.limits)
+                try:
+                    self._await_start(worker)
+                except BaseException:
+                    worker.kill()
+                    raise
+                self._idle.append(worker)
 
     def map(self, requests: Sequence[Any]) -> list[Answer]:
         """One answer for each request, in their order."""
@@ -112,10 +119,11 @@ class WorkerPool:
                 while len(answers) < len(requests):
                     while waiting and len(busy) < self.workers:
                         worker = self._take()
-                        index = waiting.pop()
-                        self._hand(worker, index, requests[index])
                         busy[worker.pipe] = worker
-                    self._gather(busy, answers)
+                        worker.request = waiting.pop()
+                        if worker.is_ready:
+                            self._hand(worker, requests)
+                    self._gather(busy, requests, answers)
             finally:
                 # Only if something was raised here, such as Ctrl-C: their answers would come to the wrong request.
                 for worker in busy.values():
@@ -128,25 +136,31 @@ class WorkerPool:
             _end(self._idle)
 
     def _take(self) -> _Worker:
-        """A process that is alive: one may have been ended from outside while it was idle."""
+        """A process that is alive, or a new one, which says when it is ready."""
         while self._idle:
             worker = self._idle.pop()
             if worker.process.poll() is None:
                 return worker
-            worker.kill()
-        return self._started()
+            worker.kill()  # ended from outside while it was idle
+        return _Worker(self.job, self.limits)
 
-    def _hand(self, worker: _Worker, index: int, request: Any) -> None:
-        worker.request, worker.deadline = index, time.monotonic() + self.limits.wall_seconds
+    def _hand(self, worker: _Worker, requests: Sequence[Any]) -> None:
+        """The clock of a request starts here."""
+        worker.deadline = time.monotonic() + self.limits.wall_seconds
         with contextlib.suppress(OSError):  # it ended meanwhile: `_gather` sees the end of its pipe
-            worker.pipe.send(request)
+            worker.pipe.send(requests[worker.request])
 
-    def _gather(self, busy: dict[Connection, _Worker], answers: dict[int, Answer]) -> None:
-        """Take what has been answered, or kill what is late."""
+    def _gather(self, busy: dict[Connection, _Worker], requests: Sequence[Any], answers: dict[int, Answer]) -> None:
+        """Take what has been answered, hand requests to processes that have started, kill what is late."""
         soonest = min(worker.deadline for worker in busy.values())
         ready = wait(list(busy), timeout=max(0.0, soonest - time.monotonic()))
         for pipe in [each for each in ready if isinstance(each, Connection)]:
-            worker = busy.pop(pipe)
+            worker = busy[pipe]
+            if not worker.is_ready:
+                self._await_start(worker)
+                self._hand(worker, requests)
+                continue
+            del busy[pipe]
             try:
                 status, *rest = pipe.recv()
             except (EOFError, OSError):
@@ -161,10 +175,28 @@ class WorkerPool:
             self._idle.append(worker)
         for pipe, worker in list(busy.items()):
             if time.monotonic() >= worker.deadline and not pipe.poll():
+                if not worker.is_ready:
+                    raise ValueError(f"a grading process did not start within {START_SECONDS:.0f} s")
                 del busy[pipe]
                 worker.kill()
                 self.killed += 1
                 answers[worker.request] = Answer("timed_out", None, f"no answer in {self.limits.wall_seconds} s")
+
+    def _await_start(self, worker: _Worker) -> None:
+        """Take a process's first word.
+
+        Raises:
+            ValueError: it could not load its job, ended, or says nothing.
+        """
+        if not worker.pipe.poll(max(0.0, worker.deadline - time.monotonic())):
+            raise ValueError(f"a grading process did not start within {START_SECONDS:.0f} s")
+        try:
+            status, message = worker.pipe.recv()
+        except (EOFError, OSError) as error:
+            raise ValueError(f"a grading process ended with exit code {worker.kill()} while it started") from error
+        if status != "ready":
+            raise ValueError(message)
+        worker.is_ready = True
 
     def _ended(self, worker: _Worker) -> Answer:
         try:
@@ -176,22 +208,6 @@ class WorkerPool:
         if code == -24:  # SIGXCPU
             return Answer("timed_out", None, f"more than {self.limits.cpu_seconds} s of CPU time")
         return Answer("crashed", None, f"the process ended with exit code {code}")
-
-    def _started(self) -> _Worker:
-        worker = _Worker(self.job, self.limits)
-        try:
-            if worker.pipe.poll(START_SECONDS):
-                status, message = worker.pipe.recv()
-                if status == "ready":
-                    return worker
-                raise ValueError(message)
-            raise ValueError(f"a grading process did not start within {START_SECONDS:.0f} s")
-        except (EOFError, OSError) as error:
-            code = worker.kill()
-            raise ValueError(f"a grading process ended with exit code {code} while it started") from error
-        except BaseException:
-            worker.kill()
-            raise
 
 
 def _end(workers: list[_Worker]) -> None:

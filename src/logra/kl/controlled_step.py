@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One step under a KL budget: propose, predict, size, verify, apply, measure."""
+
+import math
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from logra.kl.displacement import Displacement
+from logra.kl.measure import Before, KlMeter
+from logra.kl.step_control import VERIFY_TRIES, StepControl
+from logra.rl.batch import MicroBatch
+
+
+class TwoPhaseRule(Protocol):
+    """An update rule whose step can be looked at before it is taken."""
+
+    def propose(self) -> Displacement | None:
+        """The step, or None if it must not be taken."""
+        ...
+
+    def apply(self, alpha: float = 1.0) -> Any:
+        """Take it."""
+        ...
+
+    def skip(self) -> Any:
+        """Give it up."""
+        ...
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """What was found out about a step before it was taken.
+
+    Attributes:
+        alpha: what it is multiplied by; None if it must be skipped.
+        predicted: second-order KL of the proposed step, nats.
+        verified: KL at `alpha` through the hook, nats; None without `verify`.
+        tries: forwards that `verify` took.
+    """
+
+    alpha: float | None
+    predicted: float
+    verified: float | None
+    tries: int
+
+
+class ControlledStep:
+    """Takes steps of a rule under a budget.
+
+    Args:
+        rule: proposes and applies.
+        meter: measures on the policy.
+        control: budgets.
+    """
+
+    def __init__(self, rule: TwoPhaseRule, meter: KlMeter, control: StepControl) -> None:
+        self.rule, self.meter, self.control = rule, meter, control
+        self._estimator = control.settings.estimator
+
+    def __call__(
+        self, update: int, probe: MicroBatch, others: MicroBatch | None, compute: str, before_apply: Callable[[], None]
+    ) -> tuple[Any, dict[str, Any]]:
+        """One step; what the rule reports, and metrics.
+
+        Args:
+            update: number of the update, from 1, for the schedule.
+            probe: responses of the batch that size the step.
+            others: other responses, on which its KL is measured as well.
+            compute: "bf16" if the run computes under autocast; then its floor is measured too.
+            before_apply: called before weights or moments change.
+        """
+        spent = [time.perf_counter()]
+        before_apply()
+        displacement = self.rule.propose()
+        budget = {"kl_budget": self.control.budget(update), "kl_budget_effective": self.control.effective(update)}
+        metrics: dict[str, Any] = {**budget, "mismatch": self.control.mismatch}
+        if displacement is None:
+            return self.rule.skip(), metrics
+        spent.append(time.perf_counter())
+        before = [self.meter.before(batch, displacement) for batch in (probe, others) if batch is not None]
+        sizing = self._size(update, before[0], displacement)
+        metrics |= {"predicted_kl": sizing.predicted, "alpha": sizing.alpha, "verified_kl": sizing.verified}
+        seconds = time.perf_counter() - spent[1]
+        if sizing.alpha is None:
+            return self.rule.skip(), metrics | {"kl_seconds": seconds}
+        report = self.rule.apply(sizing.alpha)
+        start = time.perf_counter()
+        realised = [self.meter.exact(each) for each in before]
+        metrics["predicted_kl_of_step"] = sizing.predicted * sizing.alpha**2
+        metrics |= {"realised_kl": float(realised[0].mean()), "realised_kl_p95": _p95(realised[0])}
+        metrics["realised_kl_others"] = float(realised[1].mean()) if len(realised) > 1 else None
+        if compute == "bf16":
+            metrics["kl_compute"] = float(self.meter.floor_of_compute(probe, before[0].hidden.device.type).mean())
+        return report, metrics | {"kl_seconds": seconds + time.perf_counter() - start}
+
+    def _size(self, update: int, before: Before, displacement: Displacement) -> Sizing:
+        predicted = float(self._predict(before, displacement).mean())
+        alpha = self.control.alpha(predicted, update)
+        if alpha is None or not self.control.settings.verify or predicted == 0:
+            return Sizing(alpha, predicted, None, 0)
+        limit = self.control.effective(update)
+        for tries in range(1, VERIFY_TRIES + 1):
+            measured = float(self.meter.exact(before, displacement.at(alpha, as_stored=True)).mean())
+            if not math.isfinite(measured):
+                alpha *= 0.1
+            elif measured <= limit:
+                return Sizing(alpha, predicted, measured, tries)
+            else:
+                alpha = self.control.shrunk(alpha, measured, update)
+        return Sizing(None, predicted, measured, VERIFY_TRIES)
+
+    def _predict(self, before: Before, displacement: Displacement) -> Tensor:
+        if self._estimator != "auto":
+            return self.meter.predicted(before, displacement, self._estimator)
+        if not displacement.differentiable:
+            return self.meter.predicted(before, displacement, "secant")
+        try:
+            found = self.meter.predicted(before, displacement, "jvp")
+        except (NotImplementedError, RuntimeError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            what = (str(error).splitlines() or [type(error).__name__])[0]
+            warnings.warn(
+                f"kl.estimator auto: forward-mode AD does not run on this model ({what}); using secant", stacklevel=2
+            )
+            self._estimator = "secant"
+            return self.meter.predicted(before, displacement, "secant")
+        self._estimator = "jvp"
+        return found
+
+
+def _p95(values: Tensor) -> float:
+    return float(values.sort().values[int(0.95 * (len(values) - 1))])

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KL(before || after) of the next-token distribution, full vocabulary, at generated positions: predicted from a
+directional derivative of the logits, and exact between two states of the model.
+
+    predicted:  1/(2 T^2) Var_{v ~ p}[z'_v],   p = softmax(z / T)
+    exact:      sum_v p_v (log p_v - log q_v)
+
+Every difference of two forwards is computed in fp32, autocast off, with short weights widened layer by layer: between
+two bf16 forwards a step whose true KL is 4e-6 reads as 1e-3. Logits exist for a chunk of positions at a time.
+Source: section 2.4 of the design.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from logra.kl.displacement import Displacement
+from logra.optim.factors import exact_products
+from logra.rl.batch import MicroBatch
+from logra.rl.logprobs import LOGIT_MIB, CausalModel
+
+SECANT_STEP = 0.1  # of the proposal: small against its curvature, large against the rounding of fp32 logits
+
+
+@contextmanager
+def exactly(model: nn.Module, widen: bool = True) -> Iterator[None]:
+    """No gradients, evaluation mode, autocast and fast fp32 paths off; parameters shorter than fp32 widened for the
+    call of the module that holds them, embeddings afterwards.
+    """
+    device = next(model.parameters()).device.type
+    was_training, handles = model.training, []
+
+    def widened(module: nn.Module, _: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            if parameter.dtype in (torch.bfloat16, torch.float16):
+                kept.append((parameter, parameter.data))
+                parameter.data = parameter.data.to(torch.float32)
+
+    def restored(module: nn.Module, _: Any, output: Any) -> Any:
+        own = {id(parameter) for parameter in module.parameters(recurse=False)}
+        for parameter, value in [pair for pair in kept if id(pair[0]) in own]:
+            parameter.data = value
+        kept[:] = [pair for pair in kept if id(pair[0]) not in own]
+        return output
+
+    def widened_output(module: nn.Module, _: Any, output: Tensor) -> Tensor:
+        return output.to(torch.float32) if output.dtype in (torch.bfloat16, torch.float16) else output
+
+    kept: list[tuple[nn.Parameter, Tensor]] = []
+    for module in model.modules() if widen else ():
+        if isinstance(module, nn.Embedding):
+            handles.append(module.register_forward_hook(widened_output))
+        elif any(True for _ in module.parameters(recurse=False)) and "forward" not in module.__dict__:
+            handles.append(module.register_forward_pre_hook(widened))
+            handles.append(module.register_forward_hook(restored, always_call=True))
+    model.eval()
+    try:
+        with torch.no_grad(), exact_products(device):
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for parameter, value in kept:
+            parameter.data = value
+        model.train(was_training)
+
+
+@dataclass(frozen=True)
+class HeadWeights:
+    """The output layer as it was, where a step changes it; shared with the model where not."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+
+    def logits(self, causal: CausalModel, hidden: Tensor) -> Tensor:
+        """[positions, vocabulary] from hidden states [positions, hidden]."""
+        if self.weight is None:
+            return causal.logits(hidden)
+        bias = None if self.bias is None else self.bias.to(hidden.dtype)
+        return causal.finished(nn.functional.linear(hidden, self.weight.to(hidden.dtype), bias))
+
+
+@dataclass(frozen=True)
+class Before:
+    """The policy before a step, at the generated positions of some responses.
+
+    Attributes:
+        batch: the responses.
+        hidden: fp32 [N, hidden], final hidden states.
+        head: the output layer as it was.
+    """
+
+    batch: MicroBatch
+    hidden: Tensor
+    head: HeadWeights
+
+
+class KlMeter:
+    """Measures on one model at one sampling temperature.
+
+    Args:
+        causal: the policy.
+        temperature: of the sampling.
+        logit_mib: of fp32 logits at a time.
+    """
+
+    def __init__(self, causal: CausalModel, temperature: float, logit_mib: float = LOGIT_MIB) -> None:
+        self.causal, self.temperature, self.logit_mib = causal, temperature, logit_mib
+
+    def before(self, batch: MicroBatch, displacement: Displacement | None) -> Before:
+        """The policy as it is; keep the output layer if the displacement would change it."""
+        weight = self.causal.head.weight
+        assert isinstance(weight, nn.Parameter)
+        head = HeadWeights(None, None)
+        if displacement is not None and displacement.moves(weight):
+            bias = getattr(self.causal.head, "bias", None)
+            head = HeadWeights(weight.detach().clone(), None if bias is None else bias.detach().clone())
+        with exactly(self.causal.model):
+            return Before(batch, self._hidden(batch), head)
+
+    def exact(self, before: Before, after: AbstractContextManager[None] | None = None) -> Tensor:
+        """KL(before || now) in nats at each position, fp64 [N]; `after` is entered for the present policy."""
+        with exactly(self.causal.model), after or nullcontext():
+            hidden = self._hidden(before.batch)
+            return self._chunks(
+                before.hidden,
+                hidden,
+                lambda old, new: _kl(before.head.logits(self.causal, old), self.causal.logits(new), self.temperature),
+                plain_head=before.head.weight is None,
+            )
+
+    def floor_of_compute(self, batch: MicroBatch, device: str) -> Tensor:
+        """KL between the policy in fp32 and as bf16 autocast computes it, at each position, fp64 [N]."""
+        exact = self.before(batch, None)
+        was_training = self.causal.model.training
+        self.causal.model.eval()
+        with torch.no_grad(), torch.autocast(device, dtype=torch.bfloat16):
+            short = self._hidden(batch)
+        self.causal.model.train(was_training)
+        with exactly(self.causal.model):
+            return self._chunks(
+                exact.hidden,
+                short.to(torch.float32),
+                lambda old, new: _kl(self.causal.logits(old), self.causal.logits(new), self.temperature),
+            )
+
+    def predicted(self, before: Before, displacement: Displacement, estimator: str) -> Tensor:
+        """Second-order KL of the whole displacement in nats at each position, fp64 [N]; "jvp" or "secant"."""
+        return self._jvp(before, displacement) if estimator == "jvp" else self._secant(before, displacement)
+
+    def _jvp(self, before: Before, displacement: Displacement) -> Tensor:
+        from torch.autograd import forward_ad
+
+        device = before.hidden.device
+        with exactly(self.causal.model), forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
+            zero, one = torch.zeros((), device=device), torch.ones((), device=device)
+            with displacement.along(forward_ad.make_dual(zero, one)):
+                hidden = self._hidden(before.batch)
+
+                def of_chunk(_: Tensor, moving: Tensor) -> Tensor:
+                    logits = forward_ad.unpack_dual(self.causal.logits(moving))
+                    if logits.tangent is None:
+                        return torch.zeros(len(moving), dtype=torch.float64, device=device)
+                    return _half_variance(logits.primal, logits.tangent, self.temperature)
+
+                return self._chunks(before.hidden, hidden, of_chunk)
+
+    def _secant(self, before: Before, displacement: Displacement) -> Tensor:
+        with exactly(self.causal.model), displacement.at(SECANT_STEP):
+            hidden = self._hidden(before.batch)
+
+            def of_chunk(old: Tensor, new: Tensor) -> Tensor:
+                start = before.head.logits(self.causal, old)
+                slope = (self.causal.logits(new) - start) / SECANT_STEP
+                return _half_variance(start, slope, self.temperature)
+
+            return self._chunks(before.hidden, hidden, of_chunk, plain_head=before.head.weight is None)
+
+    def _hidden(self, batch: MicroBatch) -> Tensor:
+        """[N, hidden] of whatever is entered."""
+        output = self.causal.hidden(batch.input_ids, batch.attention_mask, use_cache=False)
+        hidden: Tensor = output.last_hidden_state[:, :-1][batch.completion_mask]
+        return hidden
+
+    def _chunks(
+        self, first: Tensor, second: Tensor, of_chunk: Callable[[Tensor, Tensor], Tensor], plain_head: bool = True
+    ) -> Tensor:
+        rows = max(1, int(self.logit_mib * 2**20 / (8 * self.causal.vocabulary)))
+        parts = [of_chunk(first[i : i + rows], second[i : i + rows]) for i in range(0, len(first), rows)]
+        return torch.cat(parts) if parts else first.new_zeros(0, dtype=torch.float64)
+
+
+def _kl(before: Tensor, after: Tensor, temperature: float) -> Tensor:
+    p = (before.to(torch.float64) / temperature).log_softmax(-1)
+    q = (after.to(torch.float64) / temperature).log_softmax(-1)
+    return (p.exp() * (p - q)).sum(-1)
+
+
+def _half_variance(logits: Tensor, slope: Tensor, temperature: float) -> Tensor:
+    p = (logits.to(torch.float64) / temperature).softmax(-1)
+    slope = slope.to(torch.float64)
+    centred = slope - (p * slope).sum(-1, keepdim=True)
+    return (p * centred.square()).sum(-1) / (2 * temperature**2)

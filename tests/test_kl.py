@@ -1,0 +1,377 @@
+"""Predicted and exact KL against enumeration in fp64, estimators against each other, steps that are looked at and not
+taken, and a budget that holds."""
+
+import copy
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from logra import LograOptimizer
+from logra.cli import main
+from logra.config import KlSettings
+from logra.kl.controlled_step import ControlledStep
+from logra.kl.displacement import DenseDisplacement, LowRankDisplacement
+from logra.kl.measure import KlMeter, exactly
+from logra.kl.step_control import StepControl
+from logra.rl.batch import MicroBatch, Sample, collate
+from logra.rl.logprobs import CausalModel
+from logra.run_settings import MethodSettings
+from logra.update_rules import DenseRule, LograRule
+from tests.conftest import loss_of, tiny_gpt2, tiny_llama
+
+
+def batch(lengths: tuple[tuple[int, int], ...] = ((3, 5), (6, 2), (1, 7))) -> MicroBatch:
+    generator = torch.Generator().manual_seed(5)
+    samples = []
+    for row, (prompt, completion) in enumerate(lengths):
+        ids = torch.randint(48, (prompt + completion,), generator=generator).tolist()
+        samples.append(Sample(row, row, tuple(ids[:prompt]), tuple(ids[prompt:]), (0.0,) * completion, "", False))
+    return collate(samples, range(len(samples)), 0, "cpu")
+
+
+def enumerated(before: Any, after: Any, micro: MicroBatch, temperature: float) -> Tensor:
+    """KL at every generated position: one sequence at a time, plain sums over the vocabulary, fp64."""
+    found = []
+    for row in range(len(micro.input_ids)):
+        length = int(micro.attention_mask[row].sum())
+        ids = micro.input_ids[row : row + 1, :length]
+        with torch.no_grad():
+            logits = [model(input_ids=ids).logits[0].double() / temperature for model in (before, after)]
+        p, q = (each.softmax(-1) for each in logits)
+        for position in range(length - 1):
+            if micro.completion_mask[row, position]:
+                found.append(
+                    sum(float(a) * math.log(float(a) / float(b)) for a, b in zip(p[position], q[position], strict=True))
+                )
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def proposed(model: Any, lr: float, **changes: Any) -> tuple[LograOptimizer, LowRankDisplacement]:
+    tokens = torch.randint(48, (4, 11), generator=torch.Generator().manual_seed(1))
+    optimizer = LograOptimizer(model, rank=8, targets="all-linear", step_size="lr", lr=lr, **changes)
+    loss_of(model, tokens).backward()
+    proposal = optimizer.propose()
+    return optimizer, LowRankDisplacement(proposal, optimizer.storages)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.3])
+@pytest.mark.parametrize("estimator", ["jvp", "secant"])
+@pytest.mark.parametrize("make", [tiny_llama, tiny_gpt2])
+def test_predictions_against_enumerated_kl_of_small_steps(make: Any, estimator: str, temperature: float) -> None:
+    """A stock model as loaded, sdpa attention: relative error below 1e-3 of the KL that the merged step causes."""
+    model = make()
+    before, micro = copy.deepcopy(model).double(), batch()
+    optimizer, displacement = proposed(model, 2e-5)
+    meter = KlMeter(CausalModel(model), temperature)
+    held = meter.before(micro, displacement)
+    predicted = meter.predicted(held, displacement, estimator)
+    optimizer.apply()
+    optimizer.detach()
+    wanted = enumerated(before, copy.deepcopy(model).double(), micro, temperature)
+    assert wanted.mean() > 1e-10
+    assert float(predicted.mean()) == pytest.approx(float(wanted.mean()), rel=2e-2 if estimator == "secant" else 5e-3)
+
+
+def in_double(model: Any, lr: float) -> tuple[Any, Any]:
+    """A proposal as a dense displacement of an fp64 twin, so that rounding plays no part."""
+    _, low_rank = proposed(model, lr)
+    double = copy.deepcopy(model).double()
+    return low_rank, double
+
+
+class Tabular(nn.Module):
+    """A policy that is a table of logits: position t of a sequence has the row of its token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(2)
+        self.table = nn.Parameter(torch.randn(48, 48, generator=generator, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.3])
+def test_the_second_order_formula_on_a_tabular_policy(temperature: float) -> None:
+    """1/(2 T^2) Var_p[z'] against the exact KL of a step h z', as h falls: the error is of third order in h."""
+    from logra.kl.measure import _half_variance, _kl
+
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(20, 48, generator=generator, dtype=torch.float64)
+    slope = torch.randn(20, 48, generator=generator, dtype=torch.float64)
+    for h in (1e-2, 1e-3):
+        exact = _kl(logits, logits + h * slope, temperature)
+        predicted = _half_variance(logits, h * slope, temperature)
+        p = (logits / temperature).softmax(-1)
+        q = ((logits + h * slope) / temperature).softmax(-1)
+        slow = torch.tensor(
+            [
+                sum(float(a) * math.log(float(a / b)) for a, b in zip(x, y, strict=True))
+                for x, y in zip(p, q, strict=True)
+            ]
+        )
+        assert torch.allclose(exact, slow.double(), rtol=1e-6)
+        assert ((predicted - exact).abs() / exact).max() < 2 * h / temperature
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.3])
+def test_both_estimators_in_fp64_are_within_a_thousandth(temperature: float) -> None:
+    """The same model in fp64, where only the truncation of the series is left."""
+    model = tiny_llama().double()
+    before, micro = copy.deepcopy(model), batch()
+    tokens = torch.randint(48, (4, 11), generator=torch.Generator().manual_seed(1))
+    rule = DenseRule(model, MethodSettings(name="sgd", lr=1e-4, max_norm=1e9))
+    loss_of(model, tokens).backward()
+    displacement = rule.propose()
+    assert displacement is not None
+    meter = KlMeter(CausalModel(model), temperature)
+    held = meter.before(micro, displacement)
+    predicted = meter.predicted(held, displacement, "secant")
+    measured = meter.exact(held, displacement.at(1.0))
+    rule.apply()
+    wanted = enumerated(before, model, micro, temperature)
+    assert float(measured.mean()) == pytest.approx(float(wanted.mean()), rel=1e-6)
+    assert float(predicted.mean()) == pytest.approx(float(wanted.mean()), rel=1e-3)
+
+
+def test_jvp_and_secant_agree_position_by_position() -> None:
+    model = tiny_llama()
+    _, displacement = proposed(model, 1e-4)
+    meter = KlMeter(CausalModel(model), 1.0)
+    held = meter.before(batch(), displacement)
+    jvp, secant = (meter.predicted(held, displacement, each) for each in ("jvp", "secant"))
+    assert torch.allclose(jvp, secant, rtol=2e-2, atol=float(jvp.mean()) * 1e-2)
+    tiny_chunks = KlMeter(CausalModel(model), 1.0, logit_mib=1e-3)
+    assert torch.allclose(tiny_chunks.predicted(held, displacement, "jvp"), jvp, rtol=1e-9)
+
+
+@pytest.mark.parametrize("storage", ["fp32", "split", "bf16"])
+@pytest.mark.parametrize("decay", [0.0, 0.5])
+def test_what_was_verified_is_what_is_realised(storage: str, decay: float) -> None:
+    """Short storages are looked at with the rounded weights, bit for bit as they will be stored."""
+    model = tiny_llama() if storage == "fp32" else tiny_llama().to(torch.bfloat16)
+    optimizer, displacement = proposed(model, 1e-3, storage=storage, weight_decay=decay)
+    meter = KlMeter(CausalModel(model), 1.0)
+    held = meter.before(batch(), displacement)
+    verified = meter.exact(held, displacement.at(0.7, as_stored=True))
+    merely_shifted = meter.exact(held, displacement.at(0.7))
+    nothing = meter.exact(held)
+    assert nothing.abs().max() < 1e-12
+    optimizer.apply(0.7)
+    realised = meter.exact(held)
+    assert torch.allclose(verified, realised, rtol=1e-4 if storage == "fp32" else 1e-9)
+    assert float(realised.mean()) > 1e-7
+    if storage == "bf16":
+        assert not torch.allclose(merely_shifted, realised, rtol=1e-2)
+
+
+def test_looking_changes_no_bit_and_no_state() -> None:
+    model = tiny_llama().train()
+    optimizer, displacement = proposed(model, 1e-3, others="adamw", others_lr=1e-3)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    state = copy.deepcopy(optimizer.state_dict())
+    with_others = LowRankDisplacement(
+        displacement.proposal, optimizer.storages, DenseDisplacement(*optimizer.others_after())
+    )
+    meter = KlMeter(CausalModel(model), 1.0)
+    held = meter.before(batch(), with_others)
+    for _ in range(3):
+        meter.predicted(held, with_others, "secant")
+        moved = meter.exact(held, with_others.at(0.5))
+        meter.exact(held, with_others.at(0.5, as_stored=True))
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    assert str(optimizer.state_dict()) == str(state)
+    assert model.training
+    optimizer.apply(0.5)
+    assert torch.allclose(meter.exact(held), moved, rtol=1e-4)
+    assert float(moved.mean()) > 2 * float(meter.exact(held, None).mean()) * 0.4
+    with pytest.raises(NotImplementedError, match="use secant"), with_others.along(torch.ones(())):
+        pass
+
+
+@pytest.mark.parametrize("method", ["adamw", "sgd"])
+def test_a_dense_step_is_taken_or_given_up_bit_for_bit(method: str) -> None:
+    """At alpha 1 the plain optimizer's bits; skipped, everything as before; moments advance once whatever alpha."""
+    tokens = torch.randint(48, (4, 11), generator=torch.Generator().manual_seed(1))
+    settings = MethodSettings(name=method, lr=1e-3, weight_decay=0.1, max_norm=0.5)
+    model, plain = tiny_llama(), tiny_llama()
+    rule, reference = DenseRule(model, settings), DenseRule(plain, settings)
+    for update in range(4):
+        loss_of(plain, tokens).backward()
+        reference.step()
+        if update % 2:
+            weights = [parameter.detach().clone() for parameter in model.parameters()]
+            state = copy.deepcopy(rule.optimizer.state_dict())
+            loss_of(model, tokens).backward()
+            assert rule.propose() is not None
+            rule.skip()
+            assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
+            assert str(rule.optimizer.state_dict()) == str(state)
+        loss_of(model, tokens).backward()
+        assert rule.propose() is not None
+        assert rule.copied_bytes >= sum(p.numel() * 4 for p in model.parameters())
+        rule.apply(1.0)
+        assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    loss_of(model, tokens).backward()
+    displacement = rule.propose()
+    assert displacement is not None
+    rule.apply(0.25)
+    loss_of(plain, tokens).backward()
+    reference.step()
+    for start, whole, quarter in zip(before, plain.parameters(), model.parameters(), strict=True):
+        assert torch.allclose(quarter - start, 0.25 * (whole - start), atol=1e-7)
+    assert str(rule.optimizer.state_dict()["state"]) == str(reference.optimizer.state_dict()["state"])
+
+
+def test_a_trained_head_is_remembered_as_it_was() -> None:
+    model = tiny_llama(tied=True)
+    tokens = torch.randint(48, (4, 11), generator=torch.Generator().manual_seed(1))
+    rule, before = DenseRule(model, MethodSettings(name="adamw", lr=1e-3)), copy.deepcopy(model)
+    loss_of(model, tokens).backward()
+    displacement = rule.propose()
+    assert displacement is not None
+    meter, micro = KlMeter(CausalModel(model), 1.0), batch()
+    held = meter.before(micro, displacement)
+    rule.apply(0.5)
+    wanted = enumerated(before.double(), copy.deepcopy(model).double(), micro, 1.0)
+    assert torch.allclose(meter.exact(held), wanted, rtol=1e-3)
+
+
+def test_short_weights_are_widened_and_given_back() -> None:
+    model = tiny_llama().to(torch.bfloat16)
+    wide, micro = copy.deepcopy(model).float(), batch()
+    places = {name: value.data_ptr() for name, value in model.state_dict().items()}
+    with exactly(model):
+        got = CausalModel(model).hidden(micro.input_ids, micro.attention_mask, use_cache=False).last_hidden_state
+    wanted = CausalModel(wide).hidden(micro.input_ids, micro.attention_mask, use_cache=False).last_hidden_state
+    assert got.dtype == torch.float32
+    assert torch.allclose(got, wanted, atol=1e-6)
+    assert {name: value.data_ptr() for name, value in model.state_dict().items()} == places
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+def test_padding_and_checkpointing_change_nothing() -> None:
+    model = tiny_llama()
+    _, displacement = proposed(model, 1e-3)
+    meter = KlMeter(CausalModel(model), 1.0)
+    whole = meter.exact(meter.before(batch(), displacement), displacement.at(1.0))
+    lengths = ((3, 5), (6, 2), (1, 7))
+    generator, parts = torch.Generator().manual_seed(5), []
+    for prompt, completion in lengths:
+        ids = torch.randint(48, (prompt + completion,), generator=generator).tolist()
+        one = collate([Sample(0, 0, tuple(ids[:prompt]), tuple(ids[prompt:]), (), "", False)], [0], 0, "cpu")
+        parts.append(meter.exact(meter.before(one, displacement), displacement.at(1.0)))
+    assert torch.allclose(whole, torch.cat(parts), rtol=1e-4, atol=1e-12)
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+    model.train()
+    assert torch.allclose(meter.exact(meter.before(batch(), displacement), displacement.at(1.0)), whole, rtol=1e-6)
+
+
+def test_budgets_over_updates() -> None:
+    control = StepControl(KlSettings(budget=2e-4, budget_final=2e-5))
+    assert control.budget(1) == pytest.approx(2e-4)
+    assert control.budget(300) == pytest.approx(2e-5)
+    assert control.budget(1000) == pytest.approx(2e-5)
+    middle = 2e-5 + (2e-4 - 2e-5) * 0.5 * (1 + math.cos(math.pi * 99 / 299))
+    assert control.budget(100) == pytest.approx(middle)
+    linear = StepControl(KlSettings(budget=1.0, budget_final=0.5, schedule="linear", schedule_updates=11))
+    assert [linear.budget(update) for update in (1, 6, 11, 20)] == pytest.approx([1.0, 0.75, 0.5, 0.5])
+    assert StepControl(KlSettings(budget=1.0, budget_final=0.5, schedule="constant")).budget(900) == 1.0
+
+
+def test_alpha_mismatch_and_what_is_not_finite() -> None:
+    control = StepControl(KlSettings(budget=1e-4))
+    assert control.alpha(1e-4, 1) == pytest.approx(1.0)
+    assert control.alpha(4e-4, 1) == pytest.approx(0.5)
+    assert control.alpha(1e-9, 1) == 3.0
+    assert control.alpha(0.0, 1) == 1.0
+    assert control.alpha(math.inf, 1) is None
+    assert control.alpha(math.nan, 1) is None
+    assert control.alpha(1e4, 1) == pytest.approx(1e-4)
+    control.observe(1e-4)
+    assert control.mismatch == pytest.approx(3e-5)
+    control.observe(-5.0)
+    assert control.mismatch == pytest.approx(2.1e-5)
+    assert control.effective(1) == pytest.approx(7.9e-5)
+    control.observe(1.0)
+    assert control.effective(1) == pytest.approx(5e-5)
+    control.observe(None)
+    again = StepControl(KlSettings(budget=1e-4))
+    again.load(control.state())
+    assert again.mismatch == control.mismatch
+
+
+@pytest.mark.parametrize("scale", [1.0, 100.0])
+@pytest.mark.parametrize("method", ["logra", "adamw"])
+def test_the_budget_holds_however_large_the_proposed_step(method: str, scale: float) -> None:
+    from logra.config import LograSettings
+
+    model = tiny_llama()
+    logra = LograSettings(rank=8, targets="all-linear", step_size="lr", lr=1e-4 * scale)
+    settings = MethodSettings(name=method, lr=1e-4 * scale, logra=logra, kl=KlSettings(budget=1e-4))
+    rule: Any = LograRule(model, settings, 0) if method == "logra" else DenseRule(model, settings)
+    step = ControlledStep(rule, KlMeter(CausalModel(model), 1.0), StepControl(settings.kl))
+    generator = torch.Generator().manual_seed(7)
+    for update in range(1, 8):
+        loss_of(model, torch.randint(48, (4, 11), generator=generator)).backward()
+        report, metrics = step(update, batch(), None, "fp32", lambda: None)
+        assert report.applied
+        assert metrics["realised_kl"] <= 1.1 * metrics["kl_budget_effective"]
+        assert metrics["realised_kl"] == pytest.approx(metrics["verified_kl"], rel=1e-2)
+        if scale == 100.0:
+            assert metrics["realised_kl"] > 0.3 * metrics["kl_budget_effective"]
+
+
+def test_an_estimator_that_does_not_run_is_replaced_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_llama()
+    settings = MethodSettings(kl=KlSettings(budget=1e-4))
+    rule, meter = LograRule(model, settings, 0), KlMeter(CausalModel(model), 1.0)
+
+    def fails(*_: Any) -> None:
+        raise NotImplementedError("no forward-mode derivative for _fused_attention")
+
+    monkeypatch.setattr(meter, "_jvp", fails)
+    step = ControlledStep(rule, meter, StepControl(settings.kl))
+    tokens = torch.randint(48, (4, 11), generator=torch.Generator().manual_seed(1))
+    loss_of(model, tokens).backward()
+    with pytest.warns(UserWarning, match="forward-mode AD does not run on this model .*_fused_attention"):
+        step(1, batch(), None, "fp32", lambda: None)
+    loss_of(model, tokens).backward()
+    report, metrics = step(2, batch(), None, "fp32", lambda: None)
+    assert report.applied
+    assert metrics["predicted_kl"] > 0
+
+
+QUICK = [
+    "train", "--rollout.prompts", "8", "--rollout.samples", "4", "--rollout.max_tokens", "6", "--run.updates", "4",
+    "--evaluation.problems", "8", "--evaluation.every", "0", "--learning.skip_equal_groups", "false",
+    "--method.kl.budget", "5e-3",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--method.name", "logra"],
+        ["--method.logra.storage", "split", "--model.weights", "bfloat16", "--method.kl.estimator", "secant"],
+        ["--method.logra.others", "adamw", "--rollout.temperature", "0.6", "--model.compute", "fp32"],
+        ["--method.name", "adamw", "--learning.loss", "clipped", "--learning.minibatches", "2"],
+        ["--method.name", "lora", "--method.kl.verify", "false"],
+        ["--method.name", "logra", "--model.gradient_checkpointing", "true", "--method.logra.lr", "1e-2"],
+    ],
+)
+def test_runs_under_a_budget(more: list[str], tmp_path: Path) -> None:
+    assert main([*QUICK, *more, "--run.folder", str(tmp_path / "run")]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    updates = [line for line in lines if "evaluation" not in line]
+    assert len(updates) == 4
+    for line in updates:
+        limit = 1.1 if "--method.kl.verify" not in more else 3.0
+        assert 0 < line["realised_kl"] <= limit * line["kl_budget_effective"]
+        assert line["realised_kl_others"] >= 0
+        assert ("kl_compute" in line) == ("fp32" not in more)
+        assert line["alpha"] <= 3.0
