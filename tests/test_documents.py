@@ -96,12 +96,15 @@ def _defaults(section: str) -> Any:
 def test_the_reference_is_complete() -> None:
     from dataclasses import fields
 
+    from logra.config import KlSettings
     from logra.run_settings import TrainSettings
 
     text = (ROOT / "docs" / "reference.md").read_text()
     for section in fields(TrainSettings):
         for spec in fields(getattr(TrainSettings(), section.name)):
-            assert f"| `{spec.name}` |" in text, f"{section.name}.{spec.name}"
+            names = [f"kl.{each.name}" for each in fields(KlSettings)] if spec.name == "kl" else [spec.name]
+            for name in names:
+                assert f"| `{name}` |" in text, f"{section.name}.{name}"
     for name in (*METRICS, *ALARMS):
         assert f"| `{name}` |" in text, name
 

@@ -44,7 +44,7 @@ def enumerated(before: Any, after: Any, micro: MicroBatch, temperature: float) -
             logits = [model(input_ids=ids).logits[0].double() / temperature for model in (before, after)]
         p, q = (each.softmax(-1) for each in logits)
         for position in range(length - 1):
-            if micro.completion_mask[row, position]:
+            if row * micro.input_ids.shape[1] + position in micro.source:
                 found.append(
                     sum(float(a) * math.log(float(a) / float(b)) for a, b in zip(p[position], q[position], strict=True))
                 )

@@ -76,7 +76,8 @@ def test_golds_that_cannot_be_checked_are_named_by_row_or_dropped(tmp_path: Path
         ValueError, match=r"2 of 5 rows .*row 4: no answer .*row 5: answer 'a dozen': it does not score 1"
     ):
         local("gsm8k", rows, tmp_path)
-    task = local("gsm8k", rows, tmp_path, drop_bad=True)
+    with pytest.warns(UserWarning, match=r"2 of 5 rows left out \(drop_bad\): 4, 5"):
+        task = local("gsm8k", rows, tmp_path, drop_bad=True)
     assert (len(task), task.dropped) == (3, [4, 5])
     hostile = local("math500", [{"problem": "?", "answer": "10^{10^{10}}"}, {"problem": "?", "answer": "}{"}], tmp_path)
     problems = [hostile.problem(0), hostile.problem(1)]

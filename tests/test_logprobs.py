@@ -6,9 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from logra.rl.batch import MicroBatch, Sample, collate, micro_batches
+from logra.rl.batch import (
+    MicroBatch,
+    Sample,
+    collate,
+    collate_shared,
+    micro_batches,
+    packed_length,
+    shared_batches,
+)
 from logra.rl.logprobs import CausalModel, chosen_logprobs, entropies, token_logprobs
-from tests.conftest import tiny_llama
+from logra.sketch.hooks import attach
+from tests.conftest import relative, tiny_gpt2, tiny_llama
 from tests.test_sketch import Shapes
 
 
@@ -141,3 +150,93 @@ def test_bf16_gap_is_small_and_fp32_is_deterministic() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             rounded = token_logprobs(CausalModel(model), batch, 1.0).logprobs
     assert 0 < (rounded - exact).abs().max() < 0.05
+
+
+def group(prompt: int, completions: tuple[int, ...], seed: int) -> list[Sample]:
+    """Samples of one prompt."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = tuple(torch.randint(48, (prompt,), generator=generator).tolist())
+    return [
+        Sample(i, seed, ids, tuple(torch.randint(48, (n,), generator=generator).tolist()), (0.0,) * n, "", False)
+        for i, n in enumerate(completions)
+    ]
+
+
+GROUPS = group(5, (4, 1, 7), 1) + group(2, (3, 3), 2) + group(9, (6,), 3)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("make", [tiny_llama, tiny_gpt2])
+def test_shared_prompts_give_the_same_logprobs_and_gradients(make: Any, attention: str) -> None:
+    found: list[tuple[dict[int, Tensor], list[Tensor | None]]] = []
+    for shared in (False, True):
+        model = make()
+        model.set_attn_implementation(attention)
+        causal = CausalModel(model)
+        by_row: dict[int, Tensor] = {}
+        assert causal.can_share()
+        if shared:
+            batches = [collate_shared(GROUPS, packs, 0, "cpu") for packs in shared_batches(GROUPS, range(6), 40)]
+            assert len(batches) > 1
+        else:
+            batches = [collate(GROUPS, range(6), 0, "cpu")]
+        for batch in batches:
+            logprobs = token_logprobs(causal, batch, 0.7).logprobs
+            weights = torch.tensor([1.0 + row for row in batch.rows])[batch.sample_index]
+            (logprobs * weights).square().sum().backward()
+            by_row |= {row: logprobs[batch.sample_index == place].detach() for place, row in enumerate(batch.rows)}
+        found.append((by_row, [parameter.grad for parameter in model.parameters()]))
+    (plain, plain_grads), (packed, packed_grads) = found
+    assert sorted(packed) == list(range(6))
+    for row in range(6):
+        assert torch.allclose(packed[row], plain[row], atol=1e-5)
+    for got, wanted in zip(packed_grads, plain_grads, strict=True):
+        assert got is not None
+        assert wanted is not None
+        assert torch.allclose(got, wanted, atol=1e-4 * float(wanted.abs().max()) + 1e-6)
+
+
+def test_sketches_of_shared_prompts_are_those_of_single_samples() -> None:
+    sketches = []
+    for shared in (False, True):
+        model = tiny_llama()
+        kept = attach(model, "all-linear", rank=8)
+        batch = (
+            collate_shared(GROUPS, [[0, 1, 2], [3, 4], [5]], 0, "cpu")
+            if shared
+            else collate(GROUPS, range(6), 0, "cpu")
+        )
+        weights = torch.tensor([1.0 + row for row in batch.rows])[batch.sample_index]
+        (token_logprobs(CausalModel(model), batch, 1.0).logprobs * weights).sum().backward()
+        sketches.append([layer.sketch for layer in kept])
+    for got, wanted in zip(*sketches, strict=True):
+        assert got is not None
+        assert wanted is not None
+        assert relative(got, wanted) < 1e-5
+
+
+def test_packs_stay_within_their_budget_and_hold_every_row_once() -> None:
+    samples = [
+        each
+        for seed in range(12)
+        for each in group(3 + seed % 5, tuple(1 + (7 * i + seed) % 9 for i in range(8)), seed)
+    ]
+    batches = list(shared_batches(samples, range(len(samples)), 80))
+    assert sorted(row for packs in batches for pack in packs for row in pack) == list(range(len(samples)))
+    for packs in batches:
+        assert len(packs) * max(packed_length(samples, pack) for pack in packs) <= 80
+        for pack in packs:
+            assert len({samples[row].prompt_ids for row in pack}) == 1
+    assert len(batches) < len(list(micro_batches(samples, range(len(samples)), 80)))
+
+
+def test_a_model_whose_attention_takes_no_mask_does_not_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_llama()
+    causal = CausalModel(model)
+    hidden = causal.hidden
+
+    def maskless(input_ids: Tensor, attention_mask: Tensor, **more: Any) -> Any:
+        return hidden(input_ids, torch.ones_like(input_ids), **more)
+
+    monkeypatch.setattr(causal, "hidden", maskless)
+    assert not causal.can_share()

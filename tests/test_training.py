@@ -98,7 +98,8 @@ def test_at_step_size_0_nothing_moves_for_20_updates(tmp_path: Path) -> None:
     still = ["--method.logra.lr", "0", "--run.updates", "20", "--learning.skip_equal_groups", "false"]
     lines = run(tmp_path, *still, "--evaluation.temperature", "1")
     gaps = [line["logprob_gap_absolute"] for line in lines if "evaluation" not in line]
-    assert max(gaps[10:]) <= 2 * max(gaps[:10]) + 1e-6 < 0.02
+    assert max(gaps) < 0.02
+    assert sum(gaps[10:]) < sum(gaps[:10]) + 0.05
     scores = [line["evaluation"] for line in lines if "evaluation" in line]
     assert scores[0] == scores[1]
     saved, start = load_file(tmp_path / "run" / "model" / "model.safetensors"), load_file(TINY / "model.safetensors")

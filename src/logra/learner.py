@@ -17,7 +17,7 @@ from logra.model import Policy
 from logra.rl import advantages as advantage_kinds
 from logra.rl import losses
 from logra.rl.advantages import RunningBaseline, groups_with_signal
-from logra.rl.batch import MicroBatch, collate, micro_batches
+from logra.rl.batch import MicroBatch, Sample, collate, collate_shared, micro_batches, shared_batches
 from logra.rl.logprobs import CausalModel, TokenLogprobs, token_logprobs
 from logra.run_settings import TrainSettings
 from logra.update_rules import StepReport, UpdateRule, step_size_factor
@@ -72,6 +72,8 @@ class Learner:
         self.settings, self.policy, self.rule, self.reference = settings, policy, rule, reference
         self.baseline = RunningBaseline()
         self.before_step: Callable[[], None] = lambda: None
+        several = settings.rollout.samples > 1 and settings.learning.share_prompts
+        self.shares_prompts = several and policy.causal.can_share()
         self.controlled: ControlledStep | None = None
         if settings.method.kl.budget is not None:
             meter = KlMeter(policy.causal, settings.rollout.temperature)
@@ -155,9 +157,8 @@ class Learner:
         weights = losses.token_weights(lengths, learning.normalisation, self.settings.rollout.max_tokens)
         weights *= learning.minibatches
         self.policy.model.train()
-        for part in micro_batches(samples, rows, learning.micro_batch_tokens):
-            micro = collate(samples, part, self.policy.pad_id, self.policy.device)
-            index = micro.sample_index
+        for micro in self._micro_batches(samples, rows):
+            part, index = list(micro.rows), micro.sample_index
             scores = self._logprobs(self.policy.causal, micro)
             mine = scores.logprobs.detach()
             rollout = torch.cat([torch.tensor(samples[row].rollout_logprobs) for row in part]).to(mine.device)
@@ -185,11 +186,20 @@ class Learner:
     def _old_logprobs(self, batch: Batch, rows: list[int]) -> dict[int, Tensor]:
         """The trainer's own log-probabilities before the first update on a batch, by row."""
         found: dict[int, Tensor] = {}
-        for part in micro_batches(batch.samples, rows, self.settings.learning.micro_batch_tokens):
-            micro = collate(batch.samples, part, self.policy.pad_id, self.policy.device)
+        for micro in self._micro_batches(batch.samples, rows):
             logprobs = self._logprobs(self.policy.causal, micro).logprobs
-            found |= {row: logprobs[micro.sample_index == index] for index, row in enumerate(part)}
+            found |= {row: logprobs[micro.sample_index == index] for index, row in enumerate(micro.rows)}
         return found
+
+    def _micro_batches(self, samples: list[Sample], rows: list[int]) -> Iterator[MicroBatch]:
+        """The rows in micro-batches of `learning.micro_batch_tokens`, prompts shared where that works."""
+        place, limit = (self.policy.pad_id, self.policy.device), self.settings.learning.micro_batch_tokens
+        if self.shares_prompts:
+            for packs in shared_batches(samples, rows, limit):
+                yield collate_shared(samples, packs, *place)
+        else:
+            for part in micro_batches(samples, rows, limit):
+                yield collate(samples, part, *place)
 
     def _logprobs(self, causal: CausalModel, micro: MicroBatch) -> TokenLogprobs:
         autocast = self.settings.model.compute == "bf16"

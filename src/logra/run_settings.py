@@ -143,6 +143,9 @@ class LearningSettings:
     updates_per_batch: int = setting(1, "Passes over a batch of completions.", least=1)
     minibatches: int = setting(1, "Updates that each pass is divided into.", least=1)
     micro_batch_tokens: int = setting(8192, "Padded tokens that go through the model at once.", least=1)
+    share_prompts: bool = setting(
+        True, "Read a prompt once for its completions in learning, where the model's attention allows it."
+    )
     skip_equal_groups: bool = setting(True, "Leave out groups whose raw scores are all equal.")
     train_truncated: bool = setting(True, "Whether completions that the token limit cut are trained on.")
     negative_outcome: float | None = setting(

@@ -183,9 +183,7 @@ class KlMeter:
 
     def _hidden(self, batch: MicroBatch) -> Tensor:
         """[N, hidden] of whatever is entered."""
-        output = self.causal.hidden(batch.input_ids, batch.attention_mask, use_cache=False)
-        hidden: Tensor = output.last_hidden_state[:, :-1][batch.completion_mask]
-        return hidden
+        return self.causal.states(batch)
 
     def _chunks(
         self, first: Tensor, second: Tensor, of_chunk: Callable[[Tensor, Tensor], Tensor], plain_head: bool = True

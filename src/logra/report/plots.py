@@ -108,7 +108,7 @@ def draw_curve(curve: Curve, runs: Sequence[Run]) -> str | None:
         for points in limits[:1]:
             axes.plot(*zip(*points, strict=True), color="#888888", ls="--", lw=1, label="budget")
         axes.set_yscale("log")
-    if len(groups) > 1 or any(len(curves) > 1 for curves in groups.values()):
+    if curve.budget is not None or len(groups) > 1 or any(len(curves) > 1 for curves in groups.values()):
         axes.legend(frameon=False, fontsize=9)
     return _svg(figure)
 

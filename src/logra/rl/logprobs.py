@@ -6,6 +6,7 @@ once; its head runs chunk by chunk, forward and backward, so that no [tokens, vo
 """
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from logra.rl.batch import MicroBatch
+from logra.rl.batch import MicroBatch, Sample, collate, collate_shared
 
 LOGIT_MIB = 64.0
 
@@ -33,14 +34,19 @@ class TokenLogprobs:
 
 def chosen_logprobs(logits: Tensor, chosen: Tensor, temperature: float) -> Tensor:
     """log_softmax(logits / temperature) at the chosen ids, fp32 [N], from logits [N, vocabulary] and ids [N]."""
-    scaled = logits.to(torch.float32) / temperature
+    scaled = _scaled(logits, temperature)
     return scaled.gather(-1, chosen[:, None])[:, 0] - torch.logsumexp(scaled, dim=-1)
+
+
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
+    wide = logits.to(torch.float32)
+    return wide if temperature == 1.0 else wide / temperature
 
 
 @torch.no_grad()
 def entropies(logits: Tensor, temperature: float) -> Tensor:
     """Entropy of softmax(logits / temperature) in nats, fp32 [N]."""
-    scaled = logits.to(torch.float32) / temperature
+    scaled = _scaled(logits, temperature)
     normaliser = torch.logsumexp(scaled, dim=-1)
     return normaliser - ((scaled - normaliser[:, None]).exp_() * scaled).sum(-1)
 
@@ -69,9 +75,48 @@ class CausalModel:
         """The body's output; `.last_hidden_state` is [samples, width, hidden]."""
         return self.body(input_ids=input_ids, attention_mask=attention_mask, **more)
 
+    def states(self, batch: MicroBatch) -> Tensor:
+        """[N, hidden], final hidden states that predict the batch's completion tokens."""
+        more = {} if batch.position_ids is None else {"position_ids": batch.position_ids}
+        return batch.states(self.hidden(batch.input_ids, self._mask(batch), use_cache=False, **more).last_hidden_state)
+
+    def _mask(self, batch: MicroBatch) -> Tensor:
+        """As the attention kernel takes it: eager attention adds what others take as booleans."""
+        mask = batch.attention_mask
+        if mask.dtype != torch.bool or self.model.config._attn_implementation != "eager":
+            return mask
+        dtype = next(self.model.parameters()).dtype
+        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
+
+    @torch.no_grad()
+    def can_share(self) -> bool:
+        """Whether packs (`collate_shared`) give what single samples give: the kernel must take any mask."""
+        device, count = next(self.model.parameters()).device, self.vocabulary
+        ids = [[(7 * line + 3 * place) % count for place in range(9)] for line in range(2)]
+        samples = [Sample(line, 0, tuple(ids[0][:4]), tuple(ids[line][4:]), (), "", False) for line in range(2)]
+        wanted = self.logits(self.states(collate(samples, range(2), 0, device))).float()
+        try:
+            got = self.logits(self.states(collate_shared(samples, [[0, 1]], 0, device))).float()
+        except (RuntimeError, ValueError, TypeError, NotImplementedError):
+            return False
+        return torch.allclose(got, wanted, rtol=1e-3, atol=1e-3 * float(wanted.abs().max()))
+
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., vocabulary] from hidden states [..., hidden]."""
         return self.finished(self.head(hidden))
+
+    def logits_of_one_cast(self) -> Callable[[Tensor], Tensor]:
+        """`logits` for several calls in a row: a frozen output layer is cast to autocast's dtype once, not in each."""
+        head, device = self.head, next(self.model.parameters()).device.type
+        plain = type(head) is nn.Linear and "forward" not in head.__dict__ and not head._forward_hooks
+        if not plain or not torch.is_autocast_enabled(device):
+            return self.logits
+        assert isinstance(head, nn.Linear)
+        if head.weight.requires_grad:
+            return self.logits
+        dtype = torch.get_autocast_dtype(device)
+        weight, bias = head.weight.to(dtype), None if head.bias is None else head.bias.to(dtype)
+        return lambda hidden: self.finished(nn.functional.linear(hidden, weight, bias))
 
     def finished(self, logits: Tensor) -> Tensor:
         """What the model does to the output layer's product: a scale, a cap."""
@@ -102,19 +147,22 @@ def token_logprobs(
     causal: CausalModel, batch: MicroBatch, temperature: float, logit_mib: float = LOGIT_MIB
 ) -> TokenLogprobs:
     """Log-probabilities and entropies of a micro-batch's completion tokens, with a graph if gradients are on."""
-    hidden = causal.hidden(batch.input_ids, batch.attention_mask, use_cache=False).last_hidden_state
-    states = hidden[:, :-1][batch.completion_mask]
+    states = causal.states(batch)
+    to_logits = causal.logits_of_one_cast()
+    entropy: dict[int, Tensor] = {}
 
-    def of_chunk(states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        logits = causal.logits(states)
-        return chosen_logprobs(logits, targets, temperature), entropies(logits, temperature)
+    def of_chunk(states: Tensor, targets: Tensor, start: int) -> Tensor:
+        logits = to_logits(states)
+        if start not in entropy:  # not again when backward computes the chunk anew
+            entropy[start] = entropies(logits, temperature)
+        return chosen_logprobs(logits, targets, temperature)
 
     rows = max(1, int(logit_mib * 2**20 / (4 * causal.vocabulary)))
     parts = []
     for start in range(0, len(batch.targets), rows):
-        arguments = (states[start : start + rows], batch.targets[start : start + rows])
+        arguments = (states[start : start + rows], batch.targets[start : start + rows], start)
         if torch.is_grad_enabled():
             parts.append(checkpoint(of_chunk, *arguments, use_reentrant=False, preserve_rng_state=False))
         else:
             parts.append(of_chunk(*arguments))
-    return TokenLogprobs(*(torch.cat(column) for column in zip(*parts, strict=True)))
+    return TokenLogprobs(torch.cat(parts), torch.cat([entropy[start] for start in sorted(entropy)]))
