@@ -119,7 +119,8 @@ def lists(gold: str) -> Iterator[str]:
     for count in range(1, 8):
         for separator in (", ", " ", "; ", " or ", " and ", "\n", " = "):
             yield separator.join([*others[:count], gold])
-            yield separator.join([gold, *others[:count]])
+            if separator != "\n":  # after "the answer is", the gold alone on its line is the answer
+                yield separator.join([gold, *others[:count]])
     yield f"[{gold}, {gold}]"
     yield f"{{{gold}, 1}}"
     yield f"not {gold}"
