@@ -4,6 +4,7 @@
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -32,7 +33,7 @@ def write_result(
 ) -> Path:
     """Write benchmarks/results/NAME.json, whole or not at all; `more` are keys beside rows and ratios."""
     result = {
-        "command": " ".join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]]),
         "commit": commit(),
         "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no", ":!results")),
         "versions": {package: _version(package) for package in ("torch", "transformers", "peft", "numpy", "logra")},

@@ -91,6 +91,8 @@ def test_the_card_names_a_base_model_of_the_hub_only() -> None:
     card = model_card(hub, 3, {"before": {"update": 0, "pass@1": 0.25}, "now": {"update": 3, "pass@1": 0.5}})
     assert "base_model: Qwen/Qwen2.5-0.5B" in card
     assert "| held-out | before | now |\n| --- | --- | --- |\n| pass@1 | 0.250 | 0.500 |" in card
+    ungraded = model_card(hub, 3, {"before": {"update": 0, "pass@1": 0.25}, "now": {"update": 3, "pass@1": None}})
+    assert "| pass@1 | 0.250 | - |" in ungraded
     assert "base_model" not in model_card(TrainSettings(method=MethodSettings(name="adamw")), 0, {})
 
 

@@ -220,19 +220,18 @@ def write_rows(folder: Path) -> str:
     return str(path)
 
 
+def run_with(reward: str, folder: Path) -> int:
+    """A run on rows in a file, paid by a user's reward."""
+    source = {"mine": {"path": write_rows(folder), "rewards": {reward: 1.0}}}
+    arguments = ["--task.names", '{"mine": 1.0}', "--task.sources", json.dumps(source)]
+    arguments += ["--evaluation.names", '{"sums": 1}', "--run.folder", str(folder / "run")]
+    return main(["train", *QUICK, *arguments])
+
+
 def test_a_run_with_a_reward_that_gives_nothing_goes_on_and_says_so(
     file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source = {"mine": {"path": write_rows(tmp_path), "rewards": {f"{file}:nothing": 1.0}}}
-    arguments = [
-        "--task.names",
-        '{"mine": 1.0}',
-        "--task.sources",
-        json.dumps(source),
-        "--evaluation.names",
-        '{"sums": 1}',
-    ]
-    assert main(["train", *QUICK, "--run.folder", str(tmp_path / "run"), *arguments]) == 0
+    assert run_with(f"{file}:nothing", tmp_path) == 0
     assert "alarm no_verdict: no sample was graded" in capsys.readouterr().out
     line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[1])
     assert line["outcomes"] == {
@@ -244,14 +243,5 @@ def test_a_run_with_a_reward_that_gives_nothing_goes_on_and_says_so(
 def test_a_run_with_a_reward_that_raises_stops_with_the_sample(
     file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source = {"mine": {"path": write_rows(tmp_path), "rewards": {f"{file}:raises": 1.0}}}
-    arguments = [
-        "--task.names",
-        '{"mine": 1.0}',
-        "--task.sources",
-        json.dumps(source),
-        "--evaluation.names",
-        '{"sums": 1}',
-    ]
-    assert main(["train", *QUICK, "--run.folder", str(tmp_path / "run"), *arguments]) == 2
+    assert run_with(f"{file}:raises", tmp_path) == 2
     assert "raised KeyError: 'level' (first of 4 samples, sample 0: prompt" in capsys.readouterr().err

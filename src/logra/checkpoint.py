@@ -96,8 +96,7 @@ def model_card(settings: TrainSettings, update: int, scores: Mapping[str, Any]) 
         lines += ["| held-out | " + " | ".join(scores) + " |", "| --- |" + " --- |" * len(scores)]
         names = [name for name, value in next(iter(scores.values())).items() if isinstance(value, float)]
         for name in names:
-            lines.append(
-                f"| {name} | " + " | ".join(f"{each.get(name, float('nan')):.3f}" for each in scores.values()) + " |"
-            )
+            cells = [f"{each[name]:.3f}" if each.get(name) is not None else "-" for each in scores.values()]
+            lines.append(f"| {name} | {' | '.join(cells)} |")
         lines.append("")
     return "\n".join(head + lines)

@@ -16,7 +16,7 @@ from logra.tasks.task import Problem
 
 @dataclass(frozen=True)
 class ScoredSample:
-    """One completion of a held-out problem; `score` is None without a verdict."""
+    """One completion with its task, problem and raw score; None without a verdict."""
 
     task: str
     problem: Problem

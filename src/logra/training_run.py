@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from logra.alarms import ALARMS, Alarms
 from logra.collect import Batch
-from logra.evaluator import Evaluation
+from logra.evaluator import Evaluation, ScoredSample
 from logra.interruption import Interrupted, Interruption
 from logra.phases import Phases
 from logra.progress import Progress
@@ -197,47 +197,35 @@ class TrainingRun:
 
 def training_samples(batch: Batch, update: int, count: int) -> list[dict[str, Any]]:
     """The first samples of a batch, as samples.jsonl has them."""
-    owners = [group for group in batch.groups for _ in group.samples]
-    lines: list[dict[str, Any]] = []
-    for group, sample, raw, shaped in zip(
-        owners, batch.samples, batch.raw.tolist(), batch.shaped.tolist(), strict=True
-    ):
-        if len(lines) == count:
-            break
-        known = raw == raw
-        lines.append(
-            {
-                "update": update,
-                "phase": "training",
-                "task": group.task.name,
-                "problem": group.problem.key,
-                "prompt": group.problem.prompt,
-                "completion": sample.text,
-                "answer": group.problem.answer,
-                "score": raw if known else None,
-                "shaped": shaped if known else None,
-                "tokens": len(sample.completion_ids),
-                "truncated": sample.truncated,
-            }
-        )
-    return lines
+    shaped = iter(batch.shaped.tolist())
+    graded = [
+        (ScoredSample(group.task.name, group.problem, sample, verdict.score), next(shaped))
+        for group in batch.groups
+        for sample, verdict in zip(group.samples, group.verdicts, strict=True)
+    ]
+    return [
+        sample_line(update, "training", scored, None if scored.score is None else value)
+        for scored, value in graded[:count]
+    ]
 
 
 def evaluation_samples(found: Evaluation, update: int, count: int) -> list[dict[str, Any]]:
     """Right and wrong samples of an evaluation, as samples.jsonl has them."""
-    return [
-        {
-            "update": update,
-            "phase": "evaluation",
-            "task": each.task,
-            "problem": each.problem.key,
-            "prompt": each.problem.prompt,
-            "completion": each.sample.text,
-            "answer": each.problem.answer,
-            "score": each.score,
-            "shaped": None,
-            "tokens": len(each.sample.completion_ids),
-            "truncated": each.sample.truncated,
-        }
-        for each in found.right_and_wrong(count)
-    ]
+    return [sample_line(update, "evaluation", scored, None) for scored in found.right_and_wrong(count)]
+
+
+def sample_line(update: int, phase: str, scored: ScoredSample, shaped: float | None) -> dict[str, Any]:
+    """One line of samples.jsonl."""
+    return {
+        "update": update,
+        "phase": phase,
+        "task": scored.task,
+        "problem": scored.problem.key,
+        "prompt": scored.problem.prompt,
+        "completion": scored.sample.text,
+        "answer": scored.problem.answer,
+        "score": scored.score,
+        "shaped": shaped,
+        "tokens": len(scored.sample.completion_ids),
+        "truncated": scored.sample.truncated,
+    }

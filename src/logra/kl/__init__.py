@@ -1,2 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far a step moves the policy, and how large it may be. Read in this order: displacement, measure, step_control."""
+"""How far a step moves the policy, and how large it may be. In this order: displacement, measure,
+step_control, controlled_step.
+"""

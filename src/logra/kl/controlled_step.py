@@ -41,13 +41,11 @@ class Sizing:
         alpha: what it is multiplied by; None if it must be skipped.
         predicted: second-order KL of the proposed step, nats.
         verified: KL at `alpha` through the hook, nats; None without `verify`.
-        tries: forwards that `verify` took.
     """
 
     alpha: float | None
     predicted: float
     verified: float | None
-    tries: int
 
 
 class ControlledStep:
@@ -75,18 +73,17 @@ class ControlledStep:
             compute: "bf16" if the run computes under autocast; then its floor is measured too.
             before_apply: called before weights or moments change.
         """
-        spent = [time.perf_counter()]
         before_apply()
         displacement = self.rule.propose()
         budget = {"kl_budget": self.control.budget(update), "kl_budget_effective": self.control.effective(update)}
         metrics: dict[str, Any] = {**budget, "mismatch": self.control.mismatch}
         if displacement is None:
             return self.rule.skip(), metrics
-        spent.append(time.perf_counter())
+        start = time.perf_counter()
         before = [self.meter.before(batch, displacement) for batch in (probe, others) if batch is not None]
         sizing = self._size(update, before[0], displacement)
         metrics |= {"predicted_kl": sizing.predicted, "alpha": sizing.alpha, "verified_kl": sizing.verified}
-        seconds = time.perf_counter() - spent[1]
+        seconds = time.perf_counter() - start
         if sizing.alpha is None:
             return self.rule.skip(), metrics | {"kl_seconds": seconds}
         report = self.rule.apply(sizing.alpha)
@@ -103,17 +100,17 @@ class ControlledStep:
         predicted = float(self._predict(before, displacement).mean())
         alpha = self.control.alpha(predicted, update)
         if alpha is None or not self.control.settings.verify or predicted == 0:
-            return Sizing(alpha, predicted, None, 0)
+            return Sizing(alpha, predicted, None)
         limit = self.control.effective(update)
-        for tries in range(1, VERIFY_TRIES + 1):
+        for _ in range(VERIFY_TRIES):
             measured = float(self.meter.exact(before, displacement.at(alpha, as_stored=True)).mean())
             if not math.isfinite(measured):
                 alpha *= 0.1
             elif measured <= limit:
-                return Sizing(alpha, predicted, measured, tries)
+                return Sizing(alpha, predicted, measured)
             else:
                 alpha = self.control.shrunk(alpha, measured, update)
-        return Sizing(None, predicted, measured, VERIFY_TRIES)
+        return Sizing(None, predicted, measured)
 
     def _predict(self, before: Before, displacement: Displacement) -> Tensor:
         if self._estimator != "auto":

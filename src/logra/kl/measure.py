@@ -28,7 +28,7 @@ SECANT_STEP = 0.1  # of the proposal: small against its curvature, large against
 
 
 @contextmanager
-def exactly(model: nn.Module, widen: bool = True) -> Iterator[None]:
+def exactly(model: nn.Module) -> Iterator[None]:
     """No gradients, evaluation mode, autocast and fast fp32 paths off; parameters shorter than fp32 widened for the
     call of the module that holds them, embeddings afterwards.
     """
@@ -52,7 +52,7 @@ def exactly(model: nn.Module, widen: bool = True) -> Iterator[None]:
         return output.to(torch.float32) if output.dtype in (torch.bfloat16, torch.float16) else output
 
     kept: list[tuple[nn.Parameter, Tensor]] = []
-    for module in model.modules() if widen else ():
+    for module in model.modules():
         if isinstance(module, nn.Embedding):
             handles.append(module.register_forward_hook(widened_output))
         elif any(True for _ in module.parameters(recurse=False)) and "forward" not in module.__dict__:
@@ -121,17 +121,16 @@ class KlMeter:
             bias = getattr(self.causal.head, "bias", None)
             head = HeadWeights(weight.detach().clone(), None if bias is None else bias.detach().clone())
         with exactly(self.causal.model):
-            return Before(batch, self._hidden(batch), head)
+            return Before(batch, self.causal.states(batch), head)
 
     def exact(self, before: Before, after: AbstractContextManager[None] | None = None) -> Tensor:
         """KL(before || now) in nats at each position, fp64 [N]; `after` is entered for the present policy."""
         with exactly(self.causal.model), after or nullcontext():
-            hidden = self._hidden(before.batch)
+            hidden = self.causal.states(before.batch)
             return self._chunks(
                 before.hidden,
                 hidden,
                 lambda old, new: _kl(before.head.logits(self.causal, old), self.causal.logits(new), self.temperature),
-                plain_head=before.head.weight is None,
             )
 
     def floor_of_compute(self, batch: MicroBatch, device: str) -> Tensor:
@@ -140,7 +139,7 @@ class KlMeter:
         was_training = self.causal.model.training
         self.causal.model.eval()
         with torch.no_grad(), torch.autocast(device, dtype=torch.bfloat16):
-            short = self._hidden(batch)
+            short = self.causal.states(batch)
         self.causal.model.train(was_training)
         with exactly(self.causal.model):
             return self._chunks(
@@ -160,7 +159,7 @@ class KlMeter:
         with exactly(self.causal.model), forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
             zero, one = torch.zeros((), device=device), torch.ones((), device=device)
             with displacement.along(forward_ad.make_dual(zero, one)):
-                hidden = self._hidden(before.batch)
+                hidden = self.causal.states(before.batch)
 
                 def of_chunk(_: Tensor, moving: Tensor) -> Tensor:
                     logits = forward_ad.unpack_dual(self.causal.logits(moving))
@@ -172,22 +171,16 @@ class KlMeter:
 
     def _secant(self, before: Before, displacement: Displacement) -> Tensor:
         with exactly(self.causal.model), displacement.at(SECANT_STEP):
-            hidden = self._hidden(before.batch)
+            hidden = self.causal.states(before.batch)
 
             def of_chunk(old: Tensor, new: Tensor) -> Tensor:
                 start = before.head.logits(self.causal, old)
                 slope = (self.causal.logits(new) - start) / SECANT_STEP
                 return _half_variance(start, slope, self.temperature)
 
-            return self._chunks(before.hidden, hidden, of_chunk, plain_head=before.head.weight is None)
+            return self._chunks(before.hidden, hidden, of_chunk)
 
-    def _hidden(self, batch: MicroBatch) -> Tensor:
-        """[N, hidden] of whatever is entered."""
-        return self.causal.states(batch)
-
-    def _chunks(
-        self, first: Tensor, second: Tensor, of_chunk: Callable[[Tensor, Tensor], Tensor], plain_head: bool = True
-    ) -> Tensor:
+    def _chunks(self, first: Tensor, second: Tensor, of_chunk: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         rows = max(1, int(self.logit_mib * 2**20 / (8 * self.causal.vocabulary)))
         parts = [of_chunk(first[i : i + rows], second[i : i + rows]) for i in range(0, len(first), rows)]
         return torch.cat(parts) if parts else first.new_zeros(0, dtype=torch.float64)

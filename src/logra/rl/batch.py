@@ -140,7 +140,7 @@ def micro_batches(samples: Sequence[Sample], rows: Sequence[int], max_tokens: in
 
     A single sample longer than that is a micro-batch of its own.
     """
-    for packs in _filled(samples, [[row] for row in rows], max_tokens, lambda pack: samples[pack[0]].num_tokens):
+    for packs in _filled([[row] for row in rows], max_tokens, lambda pack: samples[pack[0]].num_tokens):
         yield [row for pack in packs for row in pack]
 
 
@@ -161,7 +161,7 @@ def shared_batches(samples: Sequence[Sample], rows: Sequence[int], max_tokens: i
                 pack = []
             pack.append(row)
         packs.append(pack)
-    yield from _filled(samples, packs, max_tokens, lambda pack: packed_length(samples, pack))
+    yield from _filled(packs, max_tokens, lambda pack: packed_length(samples, pack))
 
 
 def packed_length(samples: Sequence[Sample], pack: Sequence[int]) -> int:
@@ -170,7 +170,7 @@ def packed_length(samples: Sequence[Sample], pack: Sequence[int]) -> int:
 
 
 def _filled(
-    samples: Sequence[Sample], packs: Sequence[list[int]], max_tokens: int, length: Callable[[list[int]], int]
+    packs: Sequence[list[int]], max_tokens: int, length: Callable[[list[int]], int]
 ) -> Iterator[list[list[int]]]:
     part: list[list[int]] = []
     for pack in sorted(packs, key=lambda pack: (-length(pack), pack[0])):

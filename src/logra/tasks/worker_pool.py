@@ -91,7 +91,8 @@ class WorkerPool:
 
     def __init__(self, job: str, limits: Limits | None = None, workers: int = 0) -> None:
         self.job, self.limits = job, limits or Limits()
-        self.workers = workers or len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else workers or 1
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self.workers = workers or cores
         self.killed = 0
         self._idle: list[_Worker] = []
         self._lock = threading.Lock()
