@@ -115,12 +115,8 @@ class Learner:
             self.controlled.control.observe(tally.finished_gap())
         count, order = self.controlled.control.settings.responses, list(rows)
         random.Random(f"{self.settings.run.seed} probe {update}").shuffle(order)
-        chosen = [order[:count], order[count : 2 * count]]
-        probe, others = (
-            collate(batch.samples, part, self.policy.pad_id, self.policy.device) if part else None for part in chosen
-        )
-        assert probe is not None
-        report, metrics = self.controlled(update, probe, others, self.settings.model.compute, self.before_step)
+        looked_at = collate(batch.samples, order[: 2 * count], self.policy.pad_id, self.policy.device)
+        report, metrics = self.controlled(update, looked_at, self.settings.model.compute, self.before_step)
         assert isinstance(report, StepReport)
         measured |= metrics
         return report

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from logra.kl.displacement import Displacement
-from logra.kl.measure import Before, KlMeter
+from logra.kl.measure import KlMeter, Snapshot
 from logra.kl.step_control import VERIFY_TRIES, StepControl
 from logra.rl.batch import MicroBatch
 
@@ -62,14 +62,14 @@ class ControlledStep:
         self._estimator = control.settings.estimator
 
     def __call__(
-        self, update: int, probe: MicroBatch, others: MicroBatch | None, compute: str, before_apply: Callable[[], None]
+        self, update: int, looked_at: MicroBatch, compute: str, before_apply: Callable[[], None]
     ) -> tuple[Any, dict[str, Any]]:
         """One step; what the rule reports, and metrics.
 
         Args:
             update: number of the update, from 1, for the schedule.
-            probe: responses of the batch that size the step.
-            others: other responses, on which its KL is measured as well.
+            looked_at: responses of the batch; the first `kl.responses` of them, the probe, size the step, and its KL
+                is measured on the others as well.
             compute: "bf16" if the run computes under autocast; then its floor is measured too.
             before_apply: called before weights or moments change.
         """
@@ -80,23 +80,25 @@ class ControlledStep:
         if displacement is None:
             return self.rule.skip(), metrics
         start = time.perf_counter()
-        before = [self.meter.before(batch, displacement) for batch in (probe, others) if batch is not None]
-        sizing = self._size(update, before[0], displacement)
+        before = self.meter.snapshot(looked_at, displacement)
+        probe = before.first(self.control.settings.responses)
+        sizing = self._size(update, probe, displacement)
         metrics |= {"predicted_kl": sizing.predicted, "alpha": sizing.alpha, "verified_kl": sizing.verified}
         seconds = time.perf_counter() - start
         if sizing.alpha is None:
             return self.rule.skip(), metrics | {"kl_seconds": seconds}
         report = self.rule.apply(sizing.alpha)
         start = time.perf_counter()
-        realised = [self.meter.exact(each) for each in before]
+        now, positions = self.meter.snapshot(looked_at), len(probe.hidden)
+        realised = self.meter.between(before, now)
         metrics["predicted_kl_of_step"] = sizing.predicted * sizing.alpha**2
-        metrics |= {"realised_kl": float(realised[0].mean()), "realised_kl_p95": _p95(realised[0])}
-        metrics["realised_kl_others"] = float(realised[1].mean()) if len(realised) > 1 else None
+        metrics |= {"realised_kl": float(realised[:positions].mean()), "realised_kl_p95": _p95(realised[:positions])}
+        metrics["realised_kl_others"] = float(realised[positions:].mean()) if len(realised) > positions else None
         if compute == "bf16":
-            metrics["kl_compute"] = float(self.meter.floor_of_compute(probe, before[0].hidden.device.type).mean())
+            metrics["kl_compute"] = float(self.meter.floor_of_compute(now.first(len(probe.batch.rows))).mean())
         return report, metrics | {"kl_seconds": seconds + time.perf_counter() - start}
 
-    def _size(self, update: int, before: Before, displacement: Displacement) -> Sizing:
+    def _size(self, update: int, before: Snapshot, displacement: Displacement) -> Sizing:
         predicted = float(self._predict(before, displacement).mean())
         alpha = self.control.alpha(predicted, update)
         if alpha is None or not self.control.settings.verify or predicted == 0:
@@ -112,7 +114,7 @@ class ControlledStep:
                 alpha = self.control.shrunk(alpha, measured, update)
         return Sizing(None, predicted, measured)
 
-    def _predict(self, before: Before, displacement: Displacement) -> Tensor:
+    def _predict(self, before: Snapshot, displacement: Displacement) -> Tensor:
         if self._estimator != "auto":
             return self.meter.predicted(before, displacement, self._estimator)
         if not displacement.differentiable:

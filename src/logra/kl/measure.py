@@ -52,7 +52,8 @@ def exactly(model: nn.Module) -> Iterator[None]:
         return output.to(torch.float32) if output.dtype in (torch.bfloat16, torch.float16) else output
 
     kept: list[tuple[nn.Parameter, Tensor]] = []
-    for module in model.modules():
+    has_short = any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in model.parameters())
+    for module in model.modules() if has_short else ():
         if isinstance(module, nn.Embedding):
             handles.append(module.register_forward_hook(widened_output))
         elif any(True for _ in module.parameters(recurse=False)) and "forward" not in module.__dict__:
@@ -86,18 +87,23 @@ class HeadWeights:
 
 
 @dataclass(frozen=True)
-class Before:
-    """The policy before a step, at the generated positions of some responses.
+class Snapshot:
+    """The policy as it is at one time, at the generated positions of some responses.
 
     Attributes:
         batch: the responses.
         hidden: fp32 [N, hidden], final hidden states.
-        head: the output layer as it was.
+        head: the output layer then.
     """
 
     batch: MicroBatch
     hidden: Tensor
     head: HeadWeights
+
+    def first(self, responses: int) -> "Snapshot":
+        """Of the first responses alone."""
+        batch = self.batch.first(responses)
+        return Snapshot(batch, self.hidden[: len(batch.targets)], self.head)
 
 
 class KlMeter:
@@ -112,8 +118,8 @@ class KlMeter:
     def __init__(self, causal: CausalModel, temperature: float, logit_mib: float = LOGIT_MIB) -> None:
         self.causal, self.temperature, self.logit_mib = causal, temperature, logit_mib
 
-    def before(self, batch: MicroBatch, displacement: Displacement | None) -> Before:
-        """The policy as it is; keep the output layer if the displacement would change it."""
+    def snapshot(self, batch: MicroBatch, displacement: Displacement | None = None) -> Snapshot:
+        """The policy as it is; the output layer is copied if the displacement would change it."""
         weight = self.causal.head.weight
         assert isinstance(weight, nn.Parameter)
         head = HeadWeights(None, None)
@@ -121,38 +127,38 @@ class KlMeter:
             bias = getattr(self.causal.head, "bias", None)
             head = HeadWeights(weight.detach().clone(), None if bias is None else bias.detach().clone())
         with exactly(self.causal.model):
-            return Before(batch, self.causal.states(batch), head)
+            return Snapshot(batch, self.causal.states(batch), head)
 
-    def exact(self, before: Before, after: AbstractContextManager[None] | None = None) -> Tensor:
+    def exact(self, before: Snapshot, after: AbstractContextManager[None] | None = None) -> Tensor:
         """KL(before || now) in nats at each position, fp64 [N]; `after` is entered for the present policy."""
         with exactly(self.causal.model), after or nullcontext():
-            hidden = self.causal.states(before.batch)
-            return self._chunks(
-                before.hidden,
-                hidden,
-                lambda old, new: _kl(before.head.logits(self.causal, old), self.causal.logits(new), self.temperature),
-            )
+            return self._from(before, self.causal.states(before.batch))
 
-    def floor_of_compute(self, batch: MicroBatch, device: str) -> Tensor:
-        """KL between the policy in fp32 and as bf16 autocast computes it, at each position, fp64 [N]."""
-        exact = self.before(batch, None)
+    def between(self, before: Snapshot, now: Snapshot) -> Tensor:
+        """As `exact`, where the present policy has been read already."""
+        with exactly(self.causal.model):
+            return self._from(before, now.hidden)
+
+    def _from(self, before: Snapshot, hidden: Tensor) -> Tensor:
+        def of_chunk(old: Tensor, new: Tensor) -> Tensor:
+            return _kl(before.head.logits(self.causal, old), self.causal.logits(new), self.temperature)
+
+        return self._chunks(before.hidden, hidden, of_chunk)
+
+    def floor_of_compute(self, now: Snapshot) -> Tensor:
+        """KL between the present policy in fp32 and as bf16 autocast computes it, at each position, fp64 [N]."""
         was_training = self.causal.model.training
         self.causal.model.eval()
-        with torch.no_grad(), torch.autocast(device, dtype=torch.bfloat16):
-            short = self.causal.states(batch)
+        with torch.no_grad(), torch.autocast(now.hidden.device.type, dtype=torch.bfloat16):
+            short = self.causal.states(now.batch).to(torch.float32)
         self.causal.model.train(was_training)
-        with exactly(self.causal.model):
-            return self._chunks(
-                exact.hidden,
-                short.to(torch.float32),
-                lambda old, new: _kl(self.causal.logits(old), self.causal.logits(new), self.temperature),
-            )
+        return self.between(now, Snapshot(now.batch, short, now.head))
 
-    def predicted(self, before: Before, displacement: Displacement, estimator: str) -> Tensor:
+    def predicted(self, before: Snapshot, displacement: Displacement, estimator: str) -> Tensor:
         """Second-order KL of the whole displacement in nats at each position, fp64 [N]; "jvp" or "secant"."""
         return self._jvp(before, displacement) if estimator == "jvp" else self._secant(before, displacement)
 
-    def _jvp(self, before: Before, displacement: Displacement) -> Tensor:
+    def _jvp(self, before: Snapshot, displacement: Displacement) -> Tensor:
         from torch.autograd import forward_ad
 
         device = before.hidden.device
@@ -169,7 +175,7 @@ class KlMeter:
 
                 return self._chunks(before.hidden, hidden, of_chunk)
 
-    def _secant(self, before: Before, displacement: Displacement) -> Tensor:
+    def _secant(self, before: Snapshot, displacement: Displacement) -> Tensor:
         with exactly(self.causal.model), displacement.at(SECANT_STEP):
             hidden = self.causal.states(before.batch)
 

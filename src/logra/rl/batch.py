@@ -69,6 +69,15 @@ class MicroBatch:
         """[N, hidden], of hidden states [lines, width, hidden]: what predicts the completion tokens."""
         return hidden.flatten(0, 1)[self.source]
 
+    def first(self, samples: int) -> "MicroBatch":
+        """The first samples alone, of a batch with one line each."""
+        assert self.position_ids is None
+        tokens = int((self.sample_index < samples).sum())
+        token_tensors = (self.source[:tokens], self.targets[:tokens], self.sample_index[:tokens])
+        return MicroBatch(
+            self.rows[:samples], self.input_ids[:samples], self.attention_mask[:samples], None, *token_tensors
+        )
+
 
 def collate(samples: Sequence[Sample], rows: Sequence[int], pad_id: int, device: torch.device | str) -> MicroBatch:
     """The micro-batch of `samples[row] for row in rows`, one line each."""
