@@ -30,6 +30,7 @@ from logra.tasks.task import Completion, Problem
 from logra.tasks.verdict import Verdict
 
 HUNG_SECONDS = 3.0  # a verdict of math-verify may take one; more than this is a hang
+OTHERS = ("4", "2", "3", "5", "11")  # no 1: a list such as "1 x+1" is the product x+1
 WRAPPERS = ("{}", "\\boxed{{{}}}", "<answer>{}</answer>", "So the final answer is {}", "\\boxed{{3}} no, \\boxed{{{}}}")
 
 
@@ -115,7 +116,7 @@ def programs(canary: Path) -> Iterator[str]:
 
 
 def lists(gold: str) -> Iterator[str]:
-    others = ["1", "2", "3", "5", "11", "x", "a"]
+    others = [*OTHERS, "x", "a"]
     for count in range(1, 8):
         for separator in (", ", " ", "; ", " or ", " and ", "\n", " = "):
             yield separator.join([*others[:count], gold])
@@ -239,7 +240,8 @@ def subjects() -> Iterator[tuple[str, Any, Problem, str]]:
             yield f"{name}: {gold}", make_reward(name), Problem("p", "?", gold), gold
     for name in (*PLAIN, *SCORERS):
         task = generated_task(name, 0)
-        problems = [task.problem(index) for index in range(50)]
+        # Not a gold that a hostile text gives by itself, such as 1 in brackets.
+        problems = [task.problem(index) for index in range(50) if task.problem(index).answer not in ("1", *OTHERS)]
         problem = next((each for each in problems if len(each.answer) > 1), problems[0])
         yield name, task.grade, problem, problem.answer
 
