@@ -45,7 +45,7 @@ KNOBS = {"chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_dig
 
 def settings_for(method: str, model: str) -> TrainSettings:
     return TrainSettings(
-        model=ModelSettings(name=model),
+        model=ModelSettings(name=model, compute="bf16"),
         task=TaskSettings(names={"chain_sum": 1.0}, knobs=KNOBS),
         rollout=RolloutSettings(prompts=8, samples=8, max_tokens=16),
         # Every group is trained on, so that no update is cheap for want of signal.

@@ -362,7 +362,7 @@ def test_an_estimator_that_does_not_run_is_replaced_with_one_warning(monkeypatch
 QUICK = [
     "train", "--rollout.prompts", "8", "--rollout.samples", "4", "--rollout.max_tokens", "6", "--run.updates", "4",
     "--evaluation.problems", "8", "--evaluation.every", "0", "--learning.skip_equal_groups", "false",
-    "--method.kl.budget", "5e-3",
+    "--method.kl.budget", "5e-3", "--model.compute", "bf16",
 ]  # fmt: skip
 
 

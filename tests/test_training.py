@@ -84,6 +84,21 @@ def test_variants_run(arguments: list[str], tmp_path: Path) -> None:
     assert len(lines) == 4
 
 
+def test_compute_auto_is_bf16_only_where_the_machine_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from logra.model import chosen_compute
+    from logra.run_settings import ModelSettings
+
+    run(tmp_path)
+    saved = json.loads((tmp_path / "run" / "settings.json").read_text())["model"]["compute"]
+    assert saved == chosen_compute(ModelSettings())
+    for has_amx in (True, False):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda has=has_amx: has)
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+        assert chosen_compute(ModelSettings(device="cpu")) == ("bf16" if has_amx else "fp32")
+        assert chosen_compute(ModelSettings(device="cpu", weights="bfloat16")) == "bf16"
+        assert chosen_compute(ModelSettings(device="cpu", compute="bf16")) == "bf16"
+
+
 def test_in_fp32_rollout_and_trainer_agree_to_1e_5(tmp_path: Path) -> None:
     lines = run(tmp_path, "--model.compute", "fp32", "--rollout.temperature", "0.6")
     assert max(line["logprob_gap_absolute"] for line in lines if "evaluation" not in line) < 1e-5

@@ -2,14 +2,14 @@
 """Loading a policy: any Hugging Face causal LM with safetensors weights, or the tiny one that ships here."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from logra.rl.logprobs import CausalModel
-from logra.run_settings import ModelSettings, TaskSettings
+from logra.run_settings import ModelSettings, TaskSettings, TrainSettings
 from logra.tasks.task import Problem
 
 TINY = Path(__file__).parent / "tiny_policy"
@@ -70,6 +70,23 @@ def chosen_device(settings: ModelSettings) -> str:
     if settings.device == "cuda" and not has_gpu:
         raise ValueError("model.device is 'cuda', but torch sees no GPU; use 'auto' or 'cpu'")
     return "cuda" if has_gpu and settings.device != "cpu" else "cpu"
+
+
+def chosen_compute(settings: ModelSettings) -> str:
+    """What `compute` means on this machine, "bf16" or "fp32": a processor that emulates bf16 is far slower with it."""
+    if settings.compute != "auto":
+        return settings.compute
+    if settings.weights == "bfloat16":
+        return "bf16"
+    if chosen_device(settings) == "cuda":
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+    native = (getattr(torch.cpu, name, None) for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"))
+    return "bf16" if any(each is not None and each() for each in native) else "fp32"
+
+
+def on_this_machine(settings: TrainSettings) -> TrainSettings:
+    """The settings with what depends on the machine filled in."""
+    return replace(settings, model=replace(settings.model, compute=chosen_compute(settings.model)))
 
 
 def load_policy(settings: ModelSettings) -> Policy:

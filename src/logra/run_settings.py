@@ -35,7 +35,11 @@ class ModelSettings:
 
     name: str = setting("tiny", "Hugging Face name, a folder, or 'tiny', the small policy that ships with the package.")
     weights: str = setting("float32", "Stored dtype of the weights.", ("float32", "bfloat16"))
-    compute: str = setting("bf16", "Matrix products: bf16 (autocast) or fp32.", ("bf16", "fp32"))
+    compute: str = setting(
+        "auto",
+        "Matrix products: bf16 (autocast) or fp32; auto: bf16 where the machine multiplies it natively.",
+        ("auto", "bf16", "fp32"),
+    )
     attention: str = setting("sdpa", "Attention kernel of transformers.", ("sdpa", "eager", "flash_attention_2"))
     gradient_checkpointing: bool = setting(False, "Recompute blocks in backward instead of keeping their activations.")
     trust_remote_code: bool = setting(False, "Run Python code that comes with the model.")

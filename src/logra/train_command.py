@@ -16,7 +16,7 @@ from logra.checkpoint import compute_weights, model_card, write_model
 from logra.evaluator import Evaluator, ScoredSample
 from logra.hub import check_hub, push
 from logra.interruption import Interrupted
-from logra.model import Policy, chosen_device, load_policy
+from logra.model import Policy, chosen_compute, chosen_device, load_policy, on_this_machine
 from logra.problems import Mixture
 from logra.progress import make_progress
 from logra.rl.logprobs import CausalModel
@@ -84,7 +84,7 @@ def assemble(settings: TrainSettings, checkpoint: Path | None = None, mixture: M
 
 def make_engine(settings: TrainSettings, policy: Policy) -> RolloutEngine:
     """Rollout in this process, on the policy's own weights."""
-    dtype = torch.bfloat16 if settings.model.compute == "bf16" else torch.float32
+    dtype = torch.bfloat16 if chosen_compute(settings.model) == "bf16" else torch.float32
     ends, rollout = (policy.end_ids, policy.pad_id), settings.rollout
     engine = TransformersEngine(policy.causal, policy.tokenizer, *ends, dtype, rollout.max_rows)
     if rollout.replay is not None:
@@ -103,6 +103,7 @@ def _reference(settings: TrainSettings) -> CausalModel | None:
 
 def train(settings: TrainSettings, resume: bool = False) -> int:
     """Train, and save the model; 0 if all updates asked for were done, or a score asked for was reached."""
+    settings = on_this_machine(settings)
     if settings.run.push_to_hub is not None:
         check_hub(settings.run.push_to_hub)
     mixture = Mixture(settings)  # data and golds are checked before a model loads

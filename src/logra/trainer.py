@@ -8,7 +8,7 @@ from logra.collect import Batch, Collector
 from logra.evaluator import Evaluator
 from logra.learner import Learner
 from logra.metrics import update_line
-from logra.model import Policy
+from logra.model import Policy, on_this_machine
 from logra.phases import Phases
 from logra.problems import Mixture
 from logra.rl.logprobs import CausalModel
@@ -46,6 +46,7 @@ class Trainer:
         reference: CausalModel | None = None,
         mixture: Mixture | None = None,
     ) -> None:
+        settings = on_this_machine(settings)
         self.settings, self.policy, self.rule = settings, policy, rule
         self.mixture = mixture or Mixture(settings)
         self.evaluate = Evaluator(settings, policy, engine, self.mixture)
