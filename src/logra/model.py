@@ -114,17 +114,21 @@ def load_policy(settings: ModelSettings) -> Policy:
             f"model {settings.name!r} could not be loaded: {str(error).splitlines()[0]} Give a Hugging Face name, a "
             f"folder with config.json, tokenizer and *.safetensors, or 'tiny'."
         ) from error
-    model.to(device)
-    _switch_dropout_off(model)
-    if settings.gradient_checkpointing:
-        # Renamed in transformers 5.
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
+    prepare(model.to(device), settings)
     causal = CausalModel(model)
     causal.check()
     end_ids = _end_ids(model, tokenizer)
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(end_ids)
     return Policy(model, tokenizer, causal, end_ids, int(pad_id), device)
+
+
+def prepare(model: Any, settings: ModelSettings) -> None:
+    """Make a loaded model fit for training: no dropout, and activation checkpointing if it is wanted."""
+    _switch_dropout_off(model)
+    if settings.gradient_checkpointing:
+        # Renamed in transformers 5.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
 
 
 def _switch_dropout_off(model: Any) -> None:

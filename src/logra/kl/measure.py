@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from logra.kl.displacement import Displacement
 from logra.optim.factors import exact_products
 from logra.rl.batch import MicroBatch
-from logra.rl.logprobs import LOGIT_MIB, CausalModel
+from logra.rl.logprobs import BLOCK_MIB, LOGIT_MIB, CausalModel, row_slices
 
 SECANT_STEP = 0.1  # of the proposal: small against its curvature, large against the rounding of fp32 logits
 
@@ -187,18 +187,31 @@ class KlMeter:
             return self._chunks(before.hidden, hidden, of_chunk)
 
     def _chunks(self, first: Tensor, second: Tensor, of_chunk: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        rows = max(1, int(self.logit_mib * 2**20 / (8 * self.causal.vocabulary)))
-        parts = [of_chunk(first[i : i + rows], second[i : i + rows]) for i in range(0, len(first), rows)]
+        slices = row_slices(len(first), self.causal.vocabulary, self.logit_mib, 8)  # fp32 logits of both
+        parts = [of_chunk(first[rows], second[rows]) for rows in slices]
         return torch.cat(parts) if parts else first.new_zeros(0, dtype=torch.float64)
 
 
+def _by_blocks(reduced: Callable[[Tensor, Tensor], Tensor], first: Tensor, second: Tensor) -> Tensor:
+    """`reduced` of a few rows at a time: its fp64 numbers are many."""
+    return torch.cat([reduced(first[rows], second[rows]) for rows in row_slices(*first.shape, BLOCK_MIB, 8)])
+
+
 def _kl(before: Tensor, after: Tensor, temperature: float) -> Tensor:
+    return _by_blocks(lambda old, new: _kl_of_rows(old, new, temperature), before, after)
+
+
+def _half_variance(logits: Tensor, slope: Tensor, temperature: float) -> Tensor:
+    return _by_blocks(lambda some, slopes: _half_variance_of_rows(some, slopes, temperature), logits, slope)
+
+
+def _kl_of_rows(before: Tensor, after: Tensor, temperature: float) -> Tensor:
     p = (before.to(torch.float64) / temperature).log_softmax(-1)
     q = (after.to(torch.float64) / temperature).log_softmax(-1)
     return (p.exp() * (p - q)).sum(-1)
 
 
-def _half_variance(logits: Tensor, slope: Tensor, temperature: float) -> Tensor:
+def _half_variance_of_rows(logits: Tensor, slope: Tensor, temperature: float) -> Tensor:
     p = (logits.to(torch.float64) / temperature).softmax(-1)
     slope = slope.to(torch.float64)
     centred = slope - (p * slope).sum(-1, keepdim=True)

@@ -50,7 +50,8 @@ class MicroBatch:
     Attributes:
         rows: position in the update's list of samples of each sample, in the order of the targets.
         input_ids: int64 [lines, width].
-        attention_mask: int64 [lines, width], 1 on what is no padding; or [lines, 1, width, width] of packs.
+        attention_mask: int64 [lines, width], 1 on what is no padding; or bool [lines, 1, width, width] of packs; or
+            None where nothing is padded.
         position_ids: int64 [lines, width] of packs, else None.
         source: int64 [N], flat position in [lines, width] whose output predicts each completion token.
         targets: int64 [N], the completion tokens, sample by sample.
@@ -59,7 +60,7 @@ class MicroBatch:
 
     rows: tuple[int, ...]
     input_ids: Tensor
-    attention_mask: Tensor
+    attention_mask: Tensor | None
     position_ids: Tensor | None
     source: Tensor
     targets: Tensor
@@ -71,7 +72,7 @@ class MicroBatch:
 
     def first(self, samples: int) -> "MicroBatch":
         """The first samples alone, of a batch with one line each."""
-        assert self.position_ids is None
+        assert self.position_ids is None and self.attention_mask is not None
         tokens = int((self.sample_index < samples).sum())
         token_tensors = (self.source[:tokens], self.targets[:tokens], self.sample_index[:tokens])
         return MicroBatch(
@@ -139,7 +140,7 @@ def _targets(chosen: Sequence[Sample]) -> tuple[Tensor, Tensor]:
 
 def _micro_batch(rows: Sequence[int], tensors: Sequence[Tensor | None], device: torch.device | str) -> MicroBatch:
     input_ids, mask, positions, source, targets, index = (None if t is None else t.to(device) for t in tensors)
-    assert input_ids is not None and mask is not None
+    assert input_ids is not None
     assert source is not None and targets is not None and index is not None
     return MicroBatch(tuple(rows), input_ids, mask, positions, source, targets, index)
 

@@ -6,17 +6,19 @@ once; its head runs chunk by chunk, forward and backward, so that no [tokens, vo
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from logra.rl.batch import MicroBatch, Sample, collate, collate_shared
 
-LOGIT_MIB = 64.0
+LOGIT_MIB = 64.0  # of fp32 logits in a chunk of positions
+BLOCK_MIB = 4.0  # of fp32 numbers that exist at a time while a chunk's logits are reduced
 
 
 @dataclass(frozen=True)
@@ -32,10 +34,46 @@ class TokenLogprobs:
     entropy: Tensor
 
 
+def row_slices(rows: int, columns: int, mib: float, bytes_each: int = 4) -> Iterator[slice]:
+    """Slices of rows of a matrix that each hold about `mib` MiB, and one row at least."""
+    size = max(1, int(mib * 2**20 / (bytes_each * max(1, columns))))
+    return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
+
+
 def chosen_logprobs(logits: Tensor, chosen: Tensor, temperature: float) -> Tensor:
     """log_softmax(logits / temperature) at the chosen ids, fp32 [N], from logits [N, vocabulary] and ids [N]."""
-    scaled = _scaled(logits, temperature)
-    return scaled.gather(-1, chosen[:, None])[:, 0] - torch.logsumexp(scaled, dim=-1)
+    found: Tensor = ChosenLogprobs.apply(logits, chosen, temperature)
+    return found
+
+
+class ChosenLogprobs(torch.autograd.Function):
+    """Beside the logits only their gradient is made, in their dtype; fp32 numbers exist for a block of rows."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, chosen: Tensor, temperature: float) -> Tensor:
+        """fp32 [N]."""
+        normalisers = logits.new_empty(len(logits), dtype=torch.float32)
+        found = torch.empty_like(normalisers)
+        for rows in row_slices(*logits.shape, BLOCK_MIB):
+            scaled = _scaled(logits[rows], temperature)
+            normalisers[rows] = torch.logsumexp(scaled, dim=-1)
+            found[rows] = scaled.gather(-1, chosen[rows, None])[:, 0] - normalisers[rows]
+        ctx.save_for_backward(logits, chosen, normalisers)
+        ctx.temperature = temperature
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grads: Tensor) -> tuple[Tensor, None, None]:
+        """(chosen - softmax) / temperature times the gradient of each row."""
+        logits, chosen, normalisers = ctx.saved_tensors
+        result, grads = torch.empty_like(logits), grads / ctx.temperature
+        for rows in row_slices(*logits.shape, BLOCK_MIB):
+            block = _scaled(logits[rows], ctx.temperature) - normalisers[rows, None]
+            block.exp_().mul_(-grads[rows, None])
+            block.scatter_add_(-1, chosen[rows, None], grads[rows, None])
+            result[rows] = block
+        return result, None, None
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:
@@ -46,9 +84,12 @@ def _scaled(logits: Tensor, temperature: float) -> Tensor:
 @torch.no_grad()
 def entropies(logits: Tensor, temperature: float) -> Tensor:
     """Entropy of softmax(logits / temperature) in nats, fp32 [N]."""
-    scaled = _scaled(logits, temperature)
-    normaliser = torch.logsumexp(scaled, dim=-1)
-    return normaliser - ((scaled - normaliser[:, None]).exp_() * scaled).sum(-1)
+    found = logits.new_empty(len(logits), dtype=torch.float32)
+    for rows in row_slices(*logits.shape, BLOCK_MIB):
+        scaled = _scaled(logits[rows], temperature)
+        normaliser = torch.logsumexp(scaled, dim=-1)
+        found[rows] = normaliser - ((scaled - normaliser[:, None]).exp_() * scaled).sum(-1)
+    return found
 
 
 class CausalModel:
@@ -71,7 +112,7 @@ class CausalModel:
         parameters = inspect.signature(self.body.forward).parameters
         self.cache_argument = "cache" if "cache" in parameters else "past_key_values"
 
-    def hidden(self, input_ids: Tensor, attention_mask: Tensor, **more: Any) -> Any:
+    def hidden(self, input_ids: Tensor, attention_mask: Tensor | None, **more: Any) -> Any:
         """The body's output; `.last_hidden_state` is [samples, width, hidden]."""
         return self.body(input_ids=input_ids, attention_mask=attention_mask, **more)
 
@@ -80,10 +121,10 @@ class CausalModel:
         more = {} if batch.position_ids is None else {"position_ids": batch.position_ids}
         return batch.states(self.hidden(batch.input_ids, self._mask(batch), use_cache=False, **more).last_hidden_state)
 
-    def _mask(self, batch: MicroBatch) -> Tensor:
+    def _mask(self, batch: MicroBatch) -> Tensor | None:
         """As the attention kernel takes it: eager attention adds what others take as booleans."""
         mask = batch.attention_mask
-        if mask.dtype != torch.bool or self.model.config._attn_implementation != "eager":
+        if mask is None or mask.dtype != torch.bool or self.model.config._attn_implementation != "eager":
             return mask
         dtype = next(self.model.parameters()).dtype
         return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
@@ -157,10 +198,9 @@ def token_logprobs(
             entropy[start] = entropies(logits, temperature)
         return chosen_logprobs(logits, targets, temperature)
 
-    rows = max(1, int(logit_mib * 2**20 / (4 * causal.vocabulary)))
     parts = []
-    for start in range(0, len(batch.targets), rows):
-        arguments = (states[start : start + rows], batch.targets[start : start + rows], start)
+    for rows in row_slices(len(batch.targets), causal.vocabulary, logit_mib):
+        arguments = (states[rows], batch.targets[rows], rows.start)
         if torch.is_grad_enabled():
             parts.append(checkpoint(of_chunk, *arguments, use_reentrant=False, preserve_rng_state=False))
         else:

@@ -55,11 +55,16 @@ class Projection(ABC):
     def row_scales(self) -> Tensor:
         """fp32 [rank]: what each row of integers is multiplied by."""
 
-    def integers(self) -> Tensor:
-        """int8 [rank, in_features]."""
+    @property
+    def compact(self) -> Tensor:
+        """The form that is kept, made at first use."""
         if self._compact is None:
             self._compact = self._make_compact()
-        return self._unpack(self._compact)
+        return self._compact
+
+    def integers(self) -> Tensor:
+        """int8 [rank, in_features]."""
+        return self._unpack(self.compact)
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """A itself [rank, in_features], for tests and references; the library never keeps it."""
@@ -165,7 +170,10 @@ def _signs_of_byte(device: torch.device) -> Tensor:
     if device not in _sign_tables:
         byte = torch.arange(256, device=device)[:, None]
         bit = torch.arange(8, device=device)[None, :]
-        _sign_tables[device] = (((byte >> bit) & 1) * 2 - 1).to(torch.int8)
+        table = (((byte >> bit) & 1) * 2 - 1).to(torch.int8)
+        if type(table) is not Tensor:
+            return table  # a fake one, of no use to later callers
+        _sign_tables[device] = table
     return _sign_tables[device]
 
 
