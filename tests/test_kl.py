@@ -38,6 +38,7 @@ def enumerated(before: Any, after: Any, micro: MicroBatch, temperature: float) -
     """KL at every generated position: one sequence at a time, plain sums over the vocabulary, fp64."""
     found = []
     for row in range(len(micro.input_ids)):
+        assert micro.attention_mask is not None
         length = int(micro.attention_mask[row].sum())
         ids = micro.input_ids[row : row + 1, :length]
         with torch.no_grad():
@@ -158,6 +159,39 @@ def test_jvp_and_secant_agree_position_by_position() -> None:
     assert torch.allclose(jvp, secant, rtol=2e-2, atol=float(jvp.mean()) * 1e-2)
     tiny_chunks = KlMeter(CausalModel(model), 1.0, logit_mib=1e-3)
     assert torch.allclose(tiny_chunks.predicted(held, displacement, "jvp"), jvp, rtol=1e-9)
+    one_by_one = KlMeter(CausalModel(model), 1.0, max_tokens=1)
+    apart = one_by_one.snapshot(batch(), displacement)
+    assert torch.allclose(apart.hidden, held.hidden, atol=1e-5)
+    for estimator, wanted in (("jvp", jvp), ("secant", secant)):
+        found = one_by_one.predicted(apart, displacement, estimator)
+        assert torch.allclose(found, wanted, rtol=1e-2, atol=float(wanted.mean()) * 1e-2)
+
+
+def noting(used: list[str], name: str, estimate: Any) -> Any:
+    def noted(*given: Any) -> Any:
+        used.append(name)
+        return estimate(*given)
+
+    return noted
+
+
+def test_long_responses_are_predicted_by_the_secant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The math kernel, which alone has a forward-mode derivative, holds all attention scores."""
+    model = tiny_llama()
+    settings = MethodSettings(kl=KlSettings(budget=1e-4))
+    meter = KlMeter(CausalModel(model), 1.0)
+    heads, (lines, width) = model.config.num_attention_heads, batch().input_ids.shape
+    assert meter.jvp_mib(batch()) == 8 * lines * heads * width**2 / 2**20
+    used: list[str] = []
+    for name in ("_jvp", "_secant"):
+        monkeypatch.setattr(meter, name, noting(used, name, getattr(meter, name)))
+    for limit, wanted in ((512.0, "_jvp"), (1e-6, "_secant")):
+        monkeypatch.setattr("logra.kl.controlled_step.LONGEST_JVP_MIB", limit)
+        rule = LograRule(model, settings, 0)
+        loss_of(model, torch.randint(48, (4, 11), generator=torch.Generator().manual_seed(1))).backward()
+        ControlledStep(rule, meter, StepControl(settings.kl))(1, batch(), "fp32", lambda: None)
+        rule.optimizer.detach()
+        assert used[-1] == wanted
 
 
 @pytest.mark.parametrize("storage", ["fp32", "split", "bf16"])

@@ -98,6 +98,7 @@ def test_masks_come_from_lengths_even_if_pad_is_an_end_token() -> None:
     one = Sample(0, 0, (end, 3, end), (7, end, end), (0.0,) * 3, "", False)
     batch = collate([one, sample(1, 6, 6)], [0, 1], end, "cpu")
     assert batch.targets[batch.sample_index == 0].tolist() == [7, end, end]
+    assert batch.attention_mask is not None
     assert batch.attention_mask[0].sum() == 6
 
 

@@ -76,7 +76,9 @@ class Learner:
         self.shares_prompts = several and policy.causal.can_share()
         self.controlled: ControlledStep | None = None
         if settings.method.kl.budget is not None:
-            meter = KlMeter(policy.causal, settings.rollout.temperature)
+            # fp32, and in the forward-mode pass a tangent beside each value: a quarter of a micro-batch's tokens.
+            tokens = settings.learning.micro_batch_tokens // 4
+            meter = KlMeter(policy.causal, settings.rollout.temperature, max_tokens=tokens)
             self.controlled = ControlledStep(rule, meter, StepControl(settings.method.kl))
         self.base_rates = [group["lr"] for group in rule.optimizer.param_groups]
         if settings.learning.reference_kl > 0 and reference is None:

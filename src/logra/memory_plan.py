@@ -110,7 +110,7 @@ def model_size(config: Any, targets: Any) -> ModelSize:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     modules = find_targets(model, targets)
-    shapes = {name: tuple(module.weight.shape[:: -1 if is_conv1d(module) else 1]) for name, module in modules.items()}
+    shapes = {name: _rows_and_columns(module) for name, module in modules.items()}
     groups = input_groups(modules, {name: shape[1] for name, shape in shapes.items()})
     blocks: Counter[str] = Counter()
     for name, parameter in model.named_parameters():
@@ -129,6 +129,12 @@ def model_size(config: Any, targets: Any) -> ModelSize:
         inputs=sum(shapes[members[0]][1] for members in groups.values()),
         lora=sum(rows + columns for rows, columns in shapes.values()),
     )
+
+
+def _rows_and_columns(module: torch.nn.Module) -> tuple[int, int]:
+    assert isinstance(module.weight, torch.Tensor)
+    first, second = module.weight.shape
+    return (second, first) if is_conv1d(module) else (first, second)
 
 
 def _block_of(name: str) -> str:

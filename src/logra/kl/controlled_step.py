@@ -16,6 +16,8 @@ from logra.kl.measure import KlMeter, Snapshot
 from logra.kl.step_control import VERIFY_TRIES, StepControl
 from logra.rl.batch import MicroBatch
 
+LONGEST_JVP_MIB = 512.0  # of attention scores; for longer responses "auto" takes the secant
+
 
 class TwoPhaseRule(Protocol):
     """An update rule whose step can be looked at before it is taken."""
@@ -117,7 +119,7 @@ class ControlledStep:
     def _predict(self, before: Snapshot, displacement: Displacement) -> Tensor:
         if self._estimator != "auto":
             return self.meter.predicted(before, displacement, self._estimator)
-        if not displacement.differentiable:
+        if not displacement.differentiable or self.meter.jvp_mib(before.batch) > LONGEST_JVP_MIB:
             return self.meter.predicted(before, displacement, "secant")
         try:
             found = self.meter.predicted(before, displacement, "jvp")

@@ -81,9 +81,28 @@ class HeadWeights:
     def logits(self, causal: CausalModel, hidden: Tensor) -> Tensor:
         """[positions, vocabulary] from hidden states [positions, hidden]."""
         if self.weight is None:
-            return causal.logits(hidden)
-        bias = None if self.bias is None else self.bias.to(hidden.dtype)
-        return causal.finished(nn.functional.linear(hidden, self.weight.to(hidden.dtype), bias))
+            return present_logits(causal, hidden)
+        return causal.finished(_product(hidden, self.weight, self.bias))
+
+
+def present_logits(causal: CausalModel, hidden: Tensor) -> Tensor:
+    """[positions, vocabulary] of the model as it is."""
+    head = causal.head
+    if type(head) is nn.Linear and "forward" not in head.__dict__:
+        return causal.finished(_product(hidden, head.weight, head.bias))
+    return causal.logits(hidden)
+
+
+def _product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A linear layer in the dtype of `hidden`; a shorter weight is widened a few rows at a time."""
+    bias = None if bias is None else bias.to(hidden.dtype)
+    if weight.dtype == hidden.dtype:
+        return nn.functional.linear(hidden, weight, bias)
+    parts = [
+        nn.functional.linear(hidden, weight[rows].to(hidden.dtype), None if bias is None else bias[rows])
+        for rows in row_slices(weight.shape, LOGIT_MIB)
+    ]
+    return torch.cat(parts, dim=-1)
 
 
 @dataclass(frozen=True)
@@ -102,7 +121,7 @@ class Snapshot:
 
     def first(self, responses: int) -> "Snapshot":
         """Of the first responses alone."""
-        batch = self.batch.first(responses)
+        batch = self.batch.lines(0, responses)
         return Snapshot(batch, self.hidden[: len(batch.targets)], self.head)
 
 
@@ -113,10 +132,13 @@ class KlMeter:
         causal: the policy.
         temperature: of the sampling.
         logit_mib: of fp32 logits at a time.
+        max_tokens: padded tokens that go through the model at once, one response at least.
     """
 
-    def __init__(self, causal: CausalModel, temperature: float, logit_mib: float = LOGIT_MIB) -> None:
-        self.causal, self.temperature, self.logit_mib = causal, temperature, logit_mib
+    def __init__(
+        self, causal: CausalModel, temperature: float, logit_mib: float = LOGIT_MIB, max_tokens: int = 2048
+    ) -> None:
+        self.causal, self.temperature, self.logit_mib, self.max_tokens = causal, temperature, logit_mib, max_tokens
 
     def snapshot(self, batch: MicroBatch, displacement: Displacement | None = None) -> Snapshot:
         """The policy as it is; the output layer is copied if the displacement would change it."""
@@ -127,12 +149,12 @@ class KlMeter:
             bias = getattr(self.causal.head, "bias", None)
             head = HeadWeights(weight.detach().clone(), None if bias is None else bias.detach().clone())
         with exactly(self.causal.model):
-            return Snapshot(batch, self.causal.states(batch), head)
+            return Snapshot(batch, self._states(batch), head)
 
     def exact(self, before: Snapshot, after: AbstractContextManager[None] | None = None) -> Tensor:
         """KL(before || now) in nats at each position, fp64 [N]; `after` is entered for the present policy."""
         with exactly(self.causal.model), after or nullcontext():
-            return self._from(before, self.causal.states(before.batch))
+            return self._from(before, self._states(before.batch))
 
     def between(self, before: Snapshot, now: Snapshot) -> Tensor:
         """As `exact`, where the present policy has been read already."""
@@ -141,7 +163,7 @@ class KlMeter:
 
     def _from(self, before: Snapshot, hidden: Tensor) -> Tensor:
         def of_chunk(old: Tensor, new: Tensor) -> Tensor:
-            return _kl(before.head.logits(self.causal, old), self.causal.logits(new), self.temperature)
+            return _kl(before.head.logits(self.causal, old), present_logits(self.causal, new), self.temperature)
 
         return self._chunks(before.hidden, hidden, of_chunk)
 
@@ -150,7 +172,7 @@ class KlMeter:
         was_training = self.causal.model.training
         self.causal.model.eval()
         with torch.no_grad(), torch.autocast(now.hidden.device.type, dtype=torch.bfloat16):
-            short = self.causal.states(now.batch).to(torch.float32)
+            short = self._states(now.batch).to(torch.float32)
         self.causal.model.train(was_training)
         return self.between(now, Snapshot(now.batch, short, now.head))
 
@@ -165,10 +187,10 @@ class KlMeter:
         with exactly(self.causal.model), forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
             zero, one = torch.zeros((), device=device), torch.ones((), device=device)
             with displacement.along(forward_ad.make_dual(zero, one)):
-                hidden = self.causal.states(before.batch)
+                hidden = self._states(before.batch)
 
                 def of_chunk(_: Tensor, moving: Tensor) -> Tensor:
-                    logits = forward_ad.unpack_dual(self.causal.logits(moving))
+                    logits = forward_ad.unpack_dual(present_logits(self.causal, moving))
                     if logits.tangent is None:
                         return torch.zeros(len(moving), dtype=torch.float64, device=device)
                     return _half_variance(logits.primal, logits.tangent, self.temperature)
@@ -177,24 +199,39 @@ class KlMeter:
 
     def _secant(self, before: Snapshot, displacement: Displacement) -> Tensor:
         with exactly(self.causal.model), displacement.at(SECANT_STEP):
-            hidden = self.causal.states(before.batch)
+            hidden = self._states(before.batch)
 
             def of_chunk(old: Tensor, new: Tensor) -> Tensor:
                 start = before.head.logits(self.causal, old)
-                slope = (self.causal.logits(new) - start) / SECANT_STEP
+                slope = (present_logits(self.causal, new) - start) / SECANT_STEP
                 return _half_variance(start, slope, self.temperature)
 
             return self._chunks(before.hidden, hidden, of_chunk)
 
+    def jvp_mib(self, batch: MicroBatch) -> float:
+        """Of attention scores and their tangents in the math kernel, which alone has a forward-mode derivative."""
+        lines, width = batch.input_ids.shape
+        lines = min(lines, max(1, self.max_tokens // width))
+        heads = self.causal.model.config.get_text_config().num_attention_heads
+        return 2 * 4 * lines * int(heads) * width**2 / 2**20
+
+    def _states(self, batch: MicroBatch) -> Tensor:
+        """[N, hidden], some responses at a time."""
+        lines, width = batch.input_ids.shape
+        size = max(1, self.max_tokens // width)
+        if size >= lines:
+            return self.causal.states(batch)
+        return torch.cat([self.causal.states(batch.lines(first, first + size)) for first in range(0, lines, size)])
+
     def _chunks(self, first: Tensor, second: Tensor, of_chunk: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        slices = row_slices(len(first), self.causal.vocabulary, self.logit_mib, 8)  # fp32 logits of both
+        slices = row_slices((len(first), self.causal.vocabulary), self.logit_mib, 8)  # fp32 logits of both
         parts = [of_chunk(first[rows], second[rows]) for rows in slices]
         return torch.cat(parts) if parts else first.new_zeros(0, dtype=torch.float64)
 
 
 def _by_blocks(reduced: Callable[[Tensor, Tensor], Tensor], first: Tensor, second: Tensor) -> Tensor:
     """`reduced` of a few rows at a time: its fp64 numbers are many."""
-    return torch.cat([reduced(first[rows], second[rows]) for rows in row_slices(*first.shape, BLOCK_MIB, 8)])
+    return torch.cat([reduced(first[rows], second[rows]) for rows in row_slices(first.shape, BLOCK_MIB, 8)])
 
 
 def _kl(before: Tensor, after: Tensor, temperature: float) -> Tensor:

@@ -70,13 +70,14 @@ class MicroBatch:
         """[N, hidden], of hidden states [lines, width, hidden]: what predicts the completion tokens."""
         return hidden.flatten(0, 1)[self.source]
 
-    def first(self, samples: int) -> "MicroBatch":
-        """The first samples alone, of a batch with one line each."""
+    def lines(self, first: int, last: int) -> "MicroBatch":
+        """The samples from `first` up to `last` alone, of a batch with one line each."""
         assert self.position_ids is None and self.attention_mask is not None
-        tokens = int((self.sample_index < samples).sum())
-        token_tensors = (self.source[:tokens], self.targets[:tokens], self.sample_index[:tokens])
+        chosen = (self.sample_index >= first) & (self.sample_index < last)
+        source = self.source[chosen] - first * self.input_ids.shape[1]
+        lines = (self.input_ids[first:last], self.attention_mask[first:last], None)
         return MicroBatch(
-            self.rows[:samples], self.input_ids[:samples], self.attention_mask[:samples], None, *token_tensors
+            self.rows[first:last], *lines, source, self.targets[chosen], self.sample_index[chosen] - first
         )
 
 

@@ -6,7 +6,7 @@ once; its head runs chunk by chunk, forward and backward, so that no [tokens, vo
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,8 +34,9 @@ class TokenLogprobs:
     entropy: Tensor
 
 
-def row_slices(rows: int, columns: int, mib: float, bytes_each: int = 4) -> Iterator[slice]:
-    """Slices of rows of a matrix that each hold about `mib` MiB, and one row at least."""
+def row_slices(shape: Sequence[int], mib: float, bytes_each: int = 4) -> Iterator[slice]:
+    """Slices of rows of a matrix [rows, columns] that each hold about `mib` MiB, and one row at least."""
+    rows, columns = shape
     size = max(1, int(mib * 2**20 / (bytes_each * max(1, columns))))
     return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
 
@@ -54,7 +55,7 @@ class ChosenLogprobs(torch.autograd.Function):
         """fp32 [N]."""
         normalisers = logits.new_empty(len(logits), dtype=torch.float32)
         found = torch.empty_like(normalisers)
-        for rows in row_slices(*logits.shape, BLOCK_MIB):
+        for rows in row_slices(logits.shape, BLOCK_MIB):
             scaled = _scaled(logits[rows], temperature)
             normalisers[rows] = torch.logsumexp(scaled, dim=-1)
             found[rows] = scaled.gather(-1, chosen[rows, None])[:, 0] - normalisers[rows]
@@ -68,7 +69,7 @@ class ChosenLogprobs(torch.autograd.Function):
         """(chosen - softmax) / temperature times the gradient of each row."""
         logits, chosen, normalisers = ctx.saved_tensors
         result, grads = torch.empty_like(logits), grads / ctx.temperature
-        for rows in row_slices(*logits.shape, BLOCK_MIB):
+        for rows in row_slices(logits.shape, BLOCK_MIB):
             block = _scaled(logits[rows], ctx.temperature) - normalisers[rows, None]
             block.exp_().mul_(-grads[rows, None])
             block.scatter_add_(-1, chosen[rows, None], grads[rows, None])
@@ -85,7 +86,7 @@ def _scaled(logits: Tensor, temperature: float) -> Tensor:
 def entropies(logits: Tensor, temperature: float) -> Tensor:
     """Entropy of softmax(logits / temperature) in nats, fp32 [N]."""
     found = logits.new_empty(len(logits), dtype=torch.float32)
-    for rows in row_slices(*logits.shape, BLOCK_MIB):
+    for rows in row_slices(logits.shape, BLOCK_MIB):
         scaled = _scaled(logits[rows], temperature)
         normaliser = torch.logsumexp(scaled, dim=-1)
         found[rows] = normaliser - ((scaled - normaliser[:, None]).exp_() * scaled).sum(-1)
@@ -199,7 +200,7 @@ def token_logprobs(
         return chosen_logprobs(logits, targets, temperature)
 
     parts = []
-    for rows in row_slices(len(batch.targets), causal.vocabulary, logit_mib):
+    for rows in row_slices((len(batch.targets), causal.vocabulary), logit_mib):
         arguments = (states[rows], batch.targets[rows], rows.start)
         if torch.is_grad_enabled():
             parts.append(checkpoint(of_chunk, *arguments, use_reentrant=False, preserve_rng_state=False))
