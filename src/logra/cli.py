@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `logra train`, `eval`, `report`, `tasks`, `convert`."""
+"""The command line: `logra train`, `eval`, `plan`, `report`, `tasks`, `convert`."""
 
 import json
+import re
 import sys
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ MAY_CHANGE |= {f"evaluation.{name}" for name in ("every", "stop_at", "patience")
 COMMANDS = {
     "train": "Train a model from rewarded answers.",
     "eval": "Score a model on held-out problems, with the sections model, task, rollout and evaluation.",
+    "plan": "Say how much memory a run needs, by cause and method, from the model's configuration alone.",
 }
 
 
@@ -35,6 +37,8 @@ def make_parser() -> ArgumentParser:
         _add_help(command, TrainSettings, "")
         if name == "train":
             command.add_argument("--resume", metavar="RUN", help="Go on with the run in this folder.")
+        if name == "plan":
+            _add_plan_arguments(command)
         commands.add_subcommand(name, command, help=what)
     tasks = ArgumentParser(description="Show each generated task with an example: prompt, answer, and what scores.")
     commands.add_subcommand("tasks", tasks, help="show the generated tasks")
@@ -47,6 +51,13 @@ def make_parser() -> ArgumentParser:
     convert.add_argument("folder", help="where to write; must not hold anything")
     commands.add_subcommand("convert", convert, help="make a Hugging Face folder from a GGUF file")
     return parser
+
+
+def _add_plan_arguments(command: ArgumentParser) -> None:
+    command.add_argument("--gpus", type=int, default=1, help="Devices that share the training.")
+    command.add_argument("--gpu-memory", type=float, help="GiB of each; default: what is free on this machine.")
+    command.add_argument("--prompt-tokens", type=int, default=512, help="Tokens of the longest prompt.")
+    command.add_argument("--json", action="store_true", help="Print JSON instead of a table.")
 
 
 def _add_help(parser: ArgumentParser, section: Any, prefix: str) -> None:
@@ -69,14 +80,20 @@ def main(arguments: list[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     command = given[0] if given else None
     try:
-        parsed = parser.parse_args(_with_settings_of_the_run(given))
+        parsed = parser.parse_args(_with_settings_of_the_run(_with_model_by_name(given)))
         command = parsed.subcommand
         built = parser.instantiate(parsed)
-        run = {"train": _train, "eval": _eval, "tasks": _tasks, "report": _report, "convert": _convert}[command]
-        return run(built[command])
+        return RUN[command](built[command])
     except (ValueError, ImportError, OSError) as error:
         sys.stderr.write(f"logra {command}: {error}\n")
         return 2
+
+
+def _with_model_by_name(given: list[str]) -> list[str]:
+    """`plan --model NAME` means `--model.name NAME`."""
+    if not given or given[0] != "plan":
+        return given
+    return [re.sub(r"^--model(?==|$)", "--model.name", each) for each in given]
 
 
 def _settings(built: Namespace) -> TrainSettings:
@@ -128,6 +145,18 @@ def _eval(built: Namespace) -> int:
     return evaluate(settings)
 
 
+def _plan(built: Namespace) -> int:
+    settings = _settings(built)
+    if built.gpus < 1 or built.prompt_tokens < 1 or (built.gpu_memory is not None and built.gpu_memory <= 0):
+        raise ValueError(
+            f"gpus is {built.gpus}, prompt-tokens {built.prompt_tokens}, gpu-memory {built.gpu_memory}; each must be "
+            f"above 0"
+        )
+    from logra.plan_command import plan
+
+    return plan(settings, built.gpus, built.gpu_memory, built.prompt_tokens, built.json)
+
+
 def _report(built: Namespace) -> int:
     from logra.report.page import write_report
     from logra.report.runs import read_run
@@ -158,3 +187,6 @@ def _tasks(_: Namespace) -> int:
     for name, source in KNOWN_SETS.items():
         sys.stdout.write(f"  {name}: {source['path']}, split {source['split']}, rewards {source['rewards']}\n")
     return 0
+
+
+RUN = {"train": _train, "eval": _eval, "plan": _plan, "tasks": _tasks, "report": _report, "convert": _convert}

@@ -57,11 +57,12 @@ class KlSettings:
     alpha_max: float = setting(3.0, "A step is made at most so many times larger than proposed (paper: 3).")
     estimator: str = setting(
         "auto",
-        "Prediction: jvp (forward-mode derivative), secant (a second forward, any kernel and method), or what runs.",
+        "Prediction: jvp (forward-mode derivative), secant (a second forward, any kernel and method); auto: the secant, "
+        "which costs less, where the KL is verified too, else jvp if it runs.",
         ("auto", "jvp", "secant"),
     )
     verify: bool = setting(True, "Measure the KL of the step before it is taken, and shrink it until it fits.")
-    responses: int = setting(2, "Responses of the batch that are looked at, and as many others afterwards.")
+    responses: int = setting(2, "Responses of the batch that size a step; half as many others are measured too.")
 
     def __post_init__(self) -> None:
         for spec in fields(self):

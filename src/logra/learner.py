@@ -117,7 +117,8 @@ class Learner:
             self.controlled.control.observe(tally.finished_gap())
         count, order = self.controlled.control.settings.responses, list(rows)
         random.Random(f"{self.settings.run.seed} probe {update}").shuffle(order)
-        looked_at = collate(batch.samples, order[: 2 * count], self.policy.pad_id, self.policy.device)
+        others = max(1, count // 2)
+        looked_at = collate(batch.samples, order[: count + others], self.policy.pad_id, self.policy.device)
         report, metrics = self.controlled(update, looked_at, self.settings.model.compute, self.before_step)
         assert isinstance(report, StepReport)
         measured |= metrics

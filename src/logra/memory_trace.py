@@ -20,7 +20,7 @@ from logra.live_bytes import LiveBytes
 from logra.model import prepare
 from logra.optim.optimizer import LograOptimizer
 from logra.rl.batch import MicroBatch
-from logra.rl.logprobs import CausalModel, token_logprobs
+from logra.rl.logprobs import LOGIT_MIB, CausalModel, row_slices, token_logprobs
 from logra.run_settings import TrainSettings
 from logra.update_rules import add_adapters, make_rule
 
@@ -44,9 +44,8 @@ class Lengths:
     completion: int
     masked: bool
 
-    def fake(self) -> MicroBatch:
-        """Zeros of these sizes."""
-        count = self.lines * self.completion
+    def fake(self, count: int) -> MicroBatch:
+        """Zeros of these sizes, with the log-probabilities of `count` tokens."""
         ids = torch.zeros(self.lines, self.width, dtype=torch.int64)
         mask = torch.ones(self.lines, 1, self.width, self.width, dtype=torch.bool)
         tokens = [torch.zeros(count, dtype=torch.int64) for _ in range(3)]
@@ -72,10 +71,21 @@ def learning_stages(config: Any, settings: TrainSettings, lengths: Lengths) -> d
     period = _period(getattr(config, "layer_types", None))
     first, second = (_traced(config, settings, lengths, count * period) for count in SHALLOW)
     steps = (config.num_hidden_layers / period - SHALLOW[0]) / (SHALLOW[1] - SHALLOW[0])
-    return {
+    # More positions than a chunk or two add their hidden states and the gradients of those, and nothing else.
+    left_out = lengths.lines * lengths.completion - _traced_positions(config, lengths)
+    width = config.get_text_config().hidden_size * (2 if settings.model.weights == "bfloat16" else 4)
+    found = {
         stage: Counter({cause: round(few[cause] + steps * (second[stage][cause] - few[cause])) for cause in CAUSES})
         for stage, few in first.items()
     }
+    found["head"]["temporary"] += 2 * left_out * width
+    return found
+
+
+def _traced_positions(config: Any, lengths: Lengths) -> int:
+    """Enough for two chunks of logits."""
+    chunk = next(row_slices((2**40, config.get_text_config().vocab_size), LOGIT_MIB)).stop
+    return min(lengths.lines * lengths.completion, 2 * int(chunk))
 
 
 def _period(layer_types: list[str] | None) -> int:
@@ -96,7 +106,7 @@ def _traced(config: Any, settings: TrainSettings, lengths: Lengths, layers: int)
     with nothing_allocated():
         _make_fake(model)
         rule = make_rule(trained, settings.method, 0)
-        batch, causal = lengths.fake(), CausalModel(model)
+        batch, causal = lengths.fake(_traced_positions(config, lengths)), CausalModel(model)
         return _second_micro_batch(model, rule, causal, batch, settings)
 
 

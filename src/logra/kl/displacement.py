@@ -97,10 +97,7 @@ class LowRankDisplacement:
     @contextmanager
     def at(self, alpha: float, as_stored: bool = False) -> Iterator[None]:
         """The model after `alpha` times the step."""
-        if as_stored:
-            shifts = [(each, self._formed(each, alpha)) for each in self.proposal.layers]
-        else:
-            shifts = [(each, None if step is None else LowRankShift(step, alpha)) for each, step in self._unit]
+        shifts = [(each, self._shift(each, step, alpha, as_stored)) for each, step in self._unit]
         with self._shifted(shifts), nullcontext() if self.others is None else self.others.at(alpha):
             yield
 
@@ -118,11 +115,15 @@ class LowRankDisplacement:
         """Whether the step reaches it."""
         return id(parameter) in self._weights or (self.others is not None and self.others.moves(parameter))
 
-    def _formed(self, proposed: LayerProposal, alpha: float) -> Shift | None:
-        step, storage = self.proposal.step_of(proposed, alpha), self.storages[proposed.layer.name]
-        if step is None:
+    def _shift(self, proposed: LayerProposal, unit: LayerStep | None, alpha: float, as_stored: bool) -> Shift | None:
+        """fp32 weights take a step as it is, up to the rounding of single sums; shorter ones are formed."""
+        storage = self.storages[proposed.layer.name]
+        if unit is None:
             return None
-        return LowRankShift(step, 1.0) if storage.kind == "fp32" else FormedShift(storage, step)
+        if not as_stored or storage.kind == "fp32":
+            return LowRankShift(unit, alpha)
+        step = self.proposal.step_of(proposed, alpha)
+        return None if step is None else FormedShift(storage, step)
 
     @contextmanager
     def _shifted(self, shifts: Sequence[tuple[LayerProposal, Shift | None]]) -> Iterator[None]:
