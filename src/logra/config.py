@@ -57,7 +57,7 @@ class KlSettings:
     alpha_max: float = setting(3.0, "A step is made at most so many times larger than proposed (paper: 3).")
     estimator: str = setting(
         "auto",
-        "Prediction: jvp (forward-mode derivative), secant (a second forward, any kernel and method); auto: the secant, "
+        "Prediction: jvp (forward-mode derivative), secant (a second forward, any kernel and method); auto: secant, "
         "which costs less, where the KL is verified too, else jvp if it runs.",
         ("auto", "jvp", "secant"),
     )

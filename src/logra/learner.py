@@ -158,7 +158,7 @@ class Learner:
         self.policy.model.train()
         for micro in self._micro_batches(samples, rows):
             part, index = list(micro.rows), micro.sample_index
-            scores = self._logprobs(self.policy.causal, micro)
+            scores = self.logprobs(self.policy.causal, micro)
             mine = scores.logprobs.detach()
             rollout = torch.cat([torch.tensor(samples[row].rollout_logprobs) for row in part]).to(mine.device)
             tokens = losses.Tokens(
@@ -171,7 +171,7 @@ class Learner:
             per_token = losses.KINDS[learning.loss](tokens, numbers)
             if self.reference is not None:
                 with torch.no_grad():
-                    reference = self._logprobs(self.reference, micro).logprobs
+                    reference = self.logprobs(self.reference, micro).logprobs
                 per_token = per_token + learning.reference_kl * losses.reference_kl_loss(tokens, reference)
                 tally.reference_kl += float(losses.reference_kl_value(mine, reference).sum())
             (per_token * weights[part].to(mine.device)[index]).sum().backward()
@@ -186,7 +186,7 @@ class Learner:
         """The trainer's own log-probabilities before the first update on a batch, by row."""
         found: dict[int, Tensor] = {}
         for micro in self._micro_batches(batch.samples, rows):
-            logprobs = self._logprobs(self.policy.causal, micro).logprobs
+            logprobs = self.logprobs(self.policy.causal, micro).logprobs
             found |= {row: logprobs[micro.sample_index == index] for index, row in enumerate(micro.rows)}
         return found
 
@@ -200,7 +200,8 @@ class Learner:
             for part in micro_batches(samples, rows, limit):
                 yield collate(samples, part, *place)
 
-    def _logprobs(self, causal: CausalModel, micro: MicroBatch) -> TokenLogprobs:
+    def logprobs(self, causal: CausalModel, micro: MicroBatch) -> TokenLogprobs:
+        """As the run computes them: at its temperature, in its compute dtype."""
         autocast = self.settings.model.compute == "bf16"
         with torch.autocast(self.policy.device, dtype=torch.bfloat16, enabled=autocast):
             return token_logprobs(causal, micro, self.settings.rollout.temperature)

@@ -63,19 +63,28 @@ def plan(settings: TrainSettings, gpus: int, gpu_memory: float | None, prompt_to
     return 0 if capacity is None or own.fits(capacity) else 1
 
 
-def planned_or_refused(settings: TrainSettings, problems: Sequence[Problem]) -> MethodPlan | None:
+def longest_of(settings: TrainSettings, problems: Sequence[Problem]) -> Lengths:
+    """The largest micro-batch, where the longest of some prompts is guessed from its characters."""
+    task = settings.task
+    characters = max((len(str(problem.prompt)) for problem in problems), default=0)
+    characters += len(task.suffix) + len(task.system_prompt or "")
+    return longest(settings, characters // _CHARACTERS_PER_TOKEN + _TEMPLATE_TOKENS)
+
+
+def planned_or_refused(settings: TrainSettings, lengths: Lengths) -> MethodPlan | None:
     """The plan of a run that is about to begin; None for one so small that it fits anywhere.
 
     Raises:
         ValueError: it cannot fit; the message says by how much and what to change.
     """
-    settings = on_this_machine(settings)
-    config, name = config_of(_place(settings), settings.model.trust_remote_code), settings.method.name
+    settings, name = on_this_machine(settings), settings.method.name
+    try:
+        config = config_of(_place(settings), settings.model.trust_remote_code)
+    except ValueError:
+        return None  # loading the model will say what is wrong
     size = model_size(config, settings.method.logra.targets)
     if sum(stored_bytes(size, settings).values()) < PLANNED_FROM_BYTES:
         return None
-    characters = max((len(str(problem.prompt)) for problem in problems), default=0)
-    lengths = longest(settings, characters // _CHARACTERS_PER_TOKEN + _TEMPLATE_TOKENS)
     device = Device(1, capacity_here(settings))
     found = plan_method(config, settings, name, lengths, device)
     if device.capacity is not None and not found.fits(device.capacity):
@@ -154,10 +163,9 @@ def _print_table(settings: TrainSettings, lengths: Lengths, device: Device, plan
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(
-        title=f"{settings.model.name}, {device.count} device(s), micro-batch of {lengths.lines} x {lengths.width} tokens: "
-        f"GiB on each device at the peak"
-    )
+    where = f"{settings.model.name}, {device.count} device(s)"
+    batch = f"micro-batch of {lengths.lines} x {lengths.width} tokens"
+    table = Table(title=f"{where}, {batch}: GiB on each device at the peak")
     table.add_column("")
     for each in plans:
         table.add_column(_title(settings, each), justify="right")

@@ -257,6 +257,9 @@ class RunSettings:
     )
     keep: int = setting(2, "Latest checkpoints kept; beside them, the best by evaluation.", least=1)
     overwrite: bool = setting(False, "Whether a folder that holds a run may be replaced.")
+    probe_longest: bool = setting(
+        False, "Try the largest micro-batch before the first update, so that a run that will not fit fails at once."
+    )
     samples_logged: int = setting(
         8, "Samples of each update, and right and wrong ones of each evaluation, that go to samples.jsonl.", least=0
     )

@@ -16,7 +16,10 @@ from logra.checkpoint import compute_weights, model_card, write_model
 from logra.evaluator import Evaluator, ScoredSample
 from logra.hub import check_hub, push
 from logra.interruption import Interrupted
+from logra.longest_first import try_longest
+from logra.memory_plan import GIB
 from logra.model import Policy, chosen_compute, chosen_device, load_policy, on_this_machine
+from logra.plan_command import longest_of, planned_or_refused
 from logra.problems import Mixture
 from logra.progress import make_progress
 from logra.rl.logprobs import CausalModel
@@ -107,10 +110,14 @@ def train(settings: TrainSettings, resume: bool = False) -> int:
     if settings.run.push_to_hub is not None:
         check_hub(settings.run.push_to_hub)
     mixture = Mixture(settings)  # data and golds are checked before a model loads
+    lengths = longest_of(settings, [problem for _, problem in mixture.held_out])
+    planned = planned_or_refused(settings, lengths)
     folder = RunFolder(settings, resume)
     try:
         checkpoint = _checkpoint(folder) if resume else None
         parts = assemble(settings, checkpoint, mixture)
+        if settings.run.probe_longest:
+            try_longest(parts.trainer.learn, lengths)
         trackers = Trackers(settings.run.trackers, settings)
     except BaseException:
         folder.give_up()
@@ -136,7 +143,20 @@ def train(settings: TrainSettings, resume: bool = False) -> int:
         trackers.close()
     with run.interruption.watching():
         run.interruption.defer()  # all updates are done: what is left is to save them
-        return _finish(folder, parts, run, save, reason)
+        code = _finish(folder, parts, run, save, reason)
+    if planned is not None:
+        sys.stdout.write(f"memory: planned {planned.peak.total / GIB:.2f} GiB, {_measured_memory(folder)}\n")
+    return code
+
+
+def _measured_memory(folder: RunFolder) -> str:
+    """The highest peak of all updates, as the metrics have it."""
+    lines = [json.loads(line) for line in (folder.path / "metrics.jsonl").read_text().splitlines()]
+    peaks = [(each["peak_bytes"], name) for line in lines for name, each in line.get("memory", {}).items()]
+    if not peaks:
+        return "not measured here"
+    peak, name = max(peaks)
+    return f"measured {peak / GIB:.2f} GiB (in {name}; on a CPU, of the whole process)"
 
 
 def _checkpoint(folder: RunFolder) -> Path | None:
