@@ -107,14 +107,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", type=int, help="one case by number")
     arguments = parser.parse_args()
-    rows = []
+    rows: list[dict[str, Any]] = []
     for number, (size, *case) in enumerate(CASES):
         if arguments.only is not None and number != arguments.only:
             continue
         config = AutoConfig.for_model("llama", **SIZES[size], tie_word_embeddings=True)
-        settings = settings_of(*case)
+        settings = settings_of(*case)  # type: ignore[arg-type]
         lengths = Lengths(LINES, PROMPT + COMPLETION, COMPLETION, masked=True)
-        plan = plan_method(config, settings, settings.method.name, lengths, Device())
+        plan = plan_method(config, settings, settings.method.name, lengths, Device(kind="cpu"))
         learning = [stage for stage in plan.stages if stage.name not in ("rollout", "KL probe")]
         stage = max(learning, key=lambda each: each.total)
         found = measured(config, replace(settings))

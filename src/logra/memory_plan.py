@@ -30,10 +30,12 @@ class Device:
     Attributes:
         count: devices that share the training.
         capacity: bytes of each; None if unknown.
+        kind: "cuda" or "cpu".
     """
 
     count: int = 1
     capacity: int | None = None
+    kind: str = "cuda"
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ class ModelSize:
 
     Attributes:
         total, block: parameters of the model, and of its largest block.
-        head: of the output layer, which may be tied to the embedding.
+        head: of the output layer. tied: whether it is the embedding, too.
         selected: that the targets name.
         rows: out_features of the selected layers, summed.
         block_rows: the same of the largest block.
@@ -92,6 +94,7 @@ class ModelSize:
     total: int
     block: int
     head: int
+    tied: bool
     selected: int
     rows: int
     block_rows: int
@@ -123,6 +126,7 @@ def model_size(config: Any, targets: Any) -> ModelSize:
         total=sum(blocks.values()),
         block=max(in_blocks, default=0),
         head=model.get_output_embeddings().weight.numel(),
+        tied=model.get_output_embeddings().weight is model.get_input_embeddings().weight,
         selected=sum(rows * columns for rows, columns in shapes.values()),
         rows=sum(rows for rows, _ in shapes.values()),
         block_rows=max(block_rows.values()),
@@ -171,7 +175,7 @@ def plan_method(
     at_rest = {cause: count for cause, count in shared.items() if cause != "gradients"}
     if settings.method.kl.budget is not None:
         stages.append(Stage("KL probe", {**shared, **_probe(config, size, settings, lengths, device)}))
-    stages.append(Stage("step", {**shared, "step": _step(settings)}))
+    stages.append(Stage("step", {**shared, "step": _step(settings, device)}))
     stages.append(Stage("rollout", {**at_rest, **_rollout(config, size, settings, lengths)}))
     return MethodPlan(method, tuple(stages), _sync(size, settings))
 
@@ -222,11 +226,11 @@ def stored_bytes(size: ModelSize, settings: TrainSettings) -> dict[str, int]:
 
 
 def _gathered(size: ModelSize, settings: TrainSettings, device: Device, stage: str) -> dict[str, int]:
-    """What is whole on a device for a while although it is stored in parts."""
+    """What is whole on a device for a while although it is stored in parts; a tied output layer stays to the end."""
     if device.count == 1:
         return {}
     blocks = 2 * 2 * size.block  # the block at work and the one that is fetched meanwhile, in bf16
-    whole = blocks + (2 * size.head if stage in ("head", "embedding") else 0)
+    whole = blocks + (2 * size.head if size.tied or stage in ("head", "embedding") else 0)
     if stage != "blocks":
         return {"gathered weights": whole}
     if settings.method.name == "logra":
@@ -250,11 +254,11 @@ def _probe(config: Any, size: ModelSize, settings: TrainSettings, lengths: Lengt
     return found
 
 
-def _step(settings: TrainSettings) -> int:
+def _step(settings: TrainSettings, device: Device) -> int:
     """The merge's row blocks; torch's fused AdamW works in place."""
     if settings.method.name != "logra":
         return 0
-    return 4 * 4 * BLOCK_ELEMENTS.get("cpu" if settings.model.device == "cpu" else "cuda", OTHER_BLOCK_ELEMENTS)
+    return 4 * 4 * BLOCK_ELEMENTS.get(device.kind, OTHER_BLOCK_ELEMENTS)
 
 
 def _rollout(config: Any, size: ModelSize, settings: TrainSettings, lengths: Lengths) -> dict[str, int]:

@@ -24,7 +24,7 @@ from logra.rl.logprobs import LOGIT_MIB, CausalModel, row_slices, token_logprobs
 from logra.run_settings import TrainSettings
 from logra.update_rules import add_adapters, make_rule
 
-SHALLOW = (2, 3)  # blocks, or repeats of their pattern, in the models that are traced
+SHALLOW = (1, 2)  # blocks, or repeats of their pattern, in the models that are traced
 CAUSES = ("weights", "gradients", "moments", "temporary")
 
 
@@ -62,7 +62,7 @@ def nothing_allocated() -> Iterator[None]:
 
 
 def learning_stages(config: Any, settings: TrainSettings, lengths: Lengths) -> dict[str, Counter[str]]:
-    """Bytes by cause at the peak of each stage of the second micro-batch of an update, on one device.
+    """Bytes by cause at the peak of each stage of a later micro-batch of an update, on one device.
 
     Stages: "head" (forward, and backward through the output layer), "blocks" and "embedding" (backward through them).
     Causes: "weights", "gradients" (sketches for logra), "moments" (for logra, projections too), and "temporary":
@@ -107,32 +107,28 @@ def _traced(config: Any, settings: TrainSettings, lengths: Lengths, layers: int)
         _make_fake(model)
         rule = make_rule(trained, settings.method, 0)
         batch, causal = lengths.fake(_traced_positions(config, lengths)), CausalModel(model)
-        return _second_micro_batch(model, rule, causal, batch, settings)
+        return _later_micro_batch(model, rule, causal, batch, settings)
 
 
-def _second_micro_batch(
+def _later_micro_batch(
     model: Any, rule: Any, causal: CausalModel, batch: MicroBatch, settings: TrainSettings
 ) -> dict[str, Counter[str]]:
     peaks: dict[str, Counter[str]] = {}
     with LiveBytes() as live:
         live.hold("weights", [*model.parameters(), *model.buffers(), *_low_bits(rule)])
         live.hold("moments", _moments(rule))
-        handles: list[Any] = []
 
         def end(stage: str) -> None:
             peaks[stage] = live.at_peak
             live.start_peak()
 
-        for micro in range(2):
-            live.hold("gradients", _gradients(model, rule))
-            if micro:
-                live.start_peak()
-                handles = _at_stage_ends(model, causal, end)
-            autocast = settings.model.compute == "bf16"
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-                scores = token_logprobs(causal, batch, settings.rollout.temperature)
-            scores.logprobs.sum().backward()
-            del scores
+        live.hold("gradients", _gradients(rule))
+        live.start_peak()
+        handles = _at_stage_ends(model, causal, end)
+        autocast = settings.model.compute == "bf16"
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            scores = token_logprobs(causal, batch, settings.rollout.temperature)
+        scores.logprobs.sum().backward()
         end("embedding")
         for handle in handles:
             handle.remove()
@@ -180,11 +176,19 @@ def _make_fake(model: Any) -> None:
             module._buffers[name] = None if buffer is None else torch.empty(buffer.shape, dtype=buffer.dtype)
 
 
-def _gradients(model: Any, rule: Any) -> list[Tensor]:
-    found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    sketches = getattr(rule.optimizer, "sketches", None)
-    if sketches is not None:
-        found += [layer.sketch for layer in sketches if layer.sketch is not None]
+def _gradients(rule: Any) -> list[Tensor]:
+    """As an earlier micro-batch left them: sketches, or a gradient for each trained parameter."""
+    optimizer = rule.optimizer
+    found = []
+    if isinstance(optimizer, LograOptimizer):
+        for layer in optimizer.sketches:
+            layer.sketch = torch.zeros(layer.out_features, layer.group.rank)
+            found.append(layer.sketch)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+                found.append(parameter.grad)
     return found
 
 

@@ -49,9 +49,14 @@ def _reclaimable() -> int:
 
 def plan(settings: TrainSettings, gpus: int, gpu_memory: float | None, prompt_tokens: int, as_json: bool) -> int:
     """Print the plan; 0 if the run's own method fits or nothing is known of the memory, else 1."""
-    settings = on_this_machine(settings)
+    settings = on_this_machine(settings) if gpu_memory is None else _on_a_gpu(settings)
     capacity = capacity_here(settings) if gpu_memory is None else int(gpu_memory * GIB)
-    config, lengths, device = config_of(_place(settings)), longest(settings, prompt_tokens), Device(gpus, capacity)
+    kind = chosen_device(settings.model) if gpu_memory is None else "cuda"
+    config, lengths, device = (
+        config_of(_place(settings)),
+        longest(settings, prompt_tokens),
+        Device(gpus, capacity, kind),
+    )
     methods = METHODS if settings.method.name in METHODS else (*METHODS, settings.method.name)
     plans = [_with_largest(config, settings, name, lengths, device) for name in methods]
     own = next(each for each in plans if each.method == settings.method.name)
@@ -71,6 +76,12 @@ def longest_of(settings: TrainSettings, problems: Sequence[Problem]) -> Lengths:
     return longest(settings, characters // _CHARACTERS_PER_TOKEN + _TEMPLATE_TOKENS)
 
 
+def _on_a_gpu(settings: TrainSettings) -> TrainSettings:
+    """`compute` auto as a GPU has it, whatever this machine is."""
+    compute = "bf16" if settings.model.compute == "auto" else settings.model.compute
+    return replace(settings, model=replace(settings.model, compute=compute))
+
+
 def planned_or_refused(settings: TrainSettings, lengths: Lengths) -> MethodPlan | None:
     """The plan of a run that is about to begin; None for one so small that it fits anywhere.
 
@@ -85,7 +96,7 @@ def planned_or_refused(settings: TrainSettings, lengths: Lengths) -> MethodPlan 
     size = model_size(config, settings.method.logra.targets)
     if sum(stored_bytes(size, settings).values()) < PLANNED_FROM_BYTES:
         return None
-    device = Device(1, capacity_here(settings))
+    device = Device(1, capacity_here(settings), chosen_device(settings.model))
     found = plan_method(config, settings, name, lengths, device)
     if device.capacity is not None and not found.fits(device.capacity):
         raise ValueError(_verdict(settings, found, device))
