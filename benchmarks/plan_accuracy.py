@@ -73,20 +73,22 @@ def settings_of(method: str, weights: str, storage: str, compute: str, checkpoin
     )
 
 
-def batch() -> Batch:
-    """Three micro-batches; in each one response is shorter, so that there is padding."""
+def batch(count: int = 3 * LINES, prompt_tokens: int = PROMPT, completion_tokens: int = COMPLETION) -> Batch:
+    """Responses of equal length but for every fourth, which is shorter, so that there is padding."""
     generator = torch.Generator().manual_seed(0)
     samples = []
-    for row in range(3 * LINES):
-        ids = torch.randint(49152, (PROMPT + COMPLETION - (row % LINES == 1),), generator=generator).tolist()
-        prompt, completion = tuple(ids[:PROMPT]), tuple(ids[PROMPT:])
+    for row in range(count):
+        width = prompt_tokens + completion_tokens - (row % LINES == 1)
+        ids = torch.randint(49152, (width,), generator=generator).tolist()
+        prompt, completion = tuple(ids[:prompt_tokens]), tuple(ids[prompt_tokens:])
         samples.append(Sample(row, row, prompt, completion, (-10.0,) * len(completion), "", False))
     scores = torch.tensor([float(row % 2) for row in range(len(samples))], dtype=torch.float64)
     return Batch([], samples, scores, scores, torch.arange(len(samples)), [], 0)
 
 
-def measured(config: Any, settings: TrainSettings) -> int:
+def measured(config: Any, settings: TrainSettings, learned_from: Batch | None = None) -> int:
     """Bytes at the peak of the second update."""
+    learned_from = batch() if learned_from is None else learned_from
     torch.manual_seed(0)
     with EmulatedBf16(), LiveBytes() as live:
         dtype = getattr(torch, settings.model.weights)
@@ -97,9 +99,9 @@ def measured(config: Any, settings: TrainSettings) -> int:
         live.hold("weights", model.parameters())
         policy = Policy(model, None, CausalModel(model), frozenset({0}), 0)
         learner = Learner(settings, policy, make_rule(trained, settings.method, 0))
-        learner(batch(), 1)
+        learner(learned_from, 1)
         live.start_peak()
-        learner(batch(), 2)
+        learner(learned_from, 2)
         return live.peak
 
 

@@ -141,15 +141,15 @@ def tracked(model_name: str, way: str, devices: int) -> dict[str, Any]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from logra.memory_trace import _make_fake, _shapes, nothing_allocated
+    from logra.memory_trace import make_fake, nothing_allocated, shapes_only
 
     dist.init_process_group("fake", rank=0, world_size=devices, store=FakeStore())
     mesh = init_device_mesh("cpu", (devices,))
     settings, config = settings_of(way), config_for(model_name)
     name = way.partition(" ")[0]
-    model, _ = _shapes(config, settings)
+    model, _ = shapes_only(config, settings)
     with nothing_allocated():
-        _make_fake(model)
+        make_fake(model)
         sharded = ShardedSketches(model, devices, name == "port") if name in ("logra", "port") else None
         if sharded is not None:
             model.requires_grad_(False)

@@ -166,10 +166,9 @@ def plan_method(
     stored = stored_bytes(size, settings)
     shared = {cause: math.ceil(count / device.count) for cause, count in stored.items()}
     shared["projections"] = stored["projections"]  # bits, whole on every device
-    traced = _for_sharding(settings) if device.count > 1 else settings
     stages = [
         Stage(name, {**shared, **_gathered(size, settings, device, name), "activations and logits": each["temporary"]})
-        for name, each in learning_stages(config, traced, lengths).items()
+        for name, each in learning_stages(config, settings, lengths, gathered=device.count > 1).items()
         if set(CAUSES) == set(each)
     ]
     at_rest = {cause: count for cause, count in shared.items() if cause != "gradients"}
@@ -185,11 +184,6 @@ def _with_method(settings: TrainSettings, name: str, rank: int | None) -> TrainS
     if rank is not None:
         method = replace(method, logra=replace(method.logra, rank=rank), lora_rank=rank)
     return replace(settings, method=method)
-
-
-def _for_sharding(settings: TrainSettings) -> TrainSettings:
-    """Blocks compute with weights gathered in bf16, so that autocast makes no copies of its own."""
-    return replace(settings, model=replace(settings.model, weights="bfloat16", compute="bf16"))
 
 
 def stored_bytes(size: ModelSize, settings: TrainSettings) -> dict[str, int]:

@@ -10,7 +10,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -61,15 +61,20 @@ def nothing_allocated() -> Iterator[None]:
         yield
 
 
-def learning_stages(config: Any, settings: TrainSettings, lengths: Lengths) -> dict[str, Counter[str]]:
+def learning_stages(
+    config: Any, settings: TrainSettings, lengths: Lengths, gathered: bool = False
+) -> dict[str, Counter[str]]:
     """Bytes by cause at the peak of each stage of a later micro-batch of an update, on one device.
 
     Stages: "head" (forward, and backward through the output layer), "blocks" and "embedding" (backward through them).
     Causes: "weights", "gradients" (sketches for logra), "moments" (for logra, projections too), and "temporary":
-    activations kept for backward, logits, and what backward makes on its way.
+    activations kept for backward, logits, and what backward makes on its way. With `gathered`, blocks compute with
+    weights that sharding gathers in bf16, adapters too, so that autocast makes no copies of its own.
     """
+    if gathered:
+        settings = replace(settings, model=replace(settings.model, weights="bfloat16", compute="bf16"))
     period = _period(getattr(config, "layer_types", None))
-    first, second = (_traced(config, settings, lengths, count * period) for count in SHALLOW)
+    first, second = (_traced(config, settings, lengths, count * period, gathered) for count in SHALLOW)
     steps = (config.num_hidden_layers / period - SHALLOW[0]) / (SHALLOW[1] - SHALLOW[0])
     # More positions than a chunk or two add their hidden states and the gradients of those, and nothing else.
     left_out = lengths.lines * lengths.completion - _traced_positions(config, lengths)
@@ -96,22 +101,25 @@ def _period(layer_types: list[str] | None) -> int:
     return next(p for p in range(1, count + 1) if all(layer_types[i] == layer_types[i % p] for i in range(count)))
 
 
-def _traced(config: Any, settings: TrainSettings, lengths: Lengths, layers: int) -> dict[str, Counter[str]]:
+def _traced(
+    config: Any, settings: TrainSettings, lengths: Lengths, layers: int, gathered: bool = False
+) -> dict[str, Counter[str]]:
     """Bytes by cause at the peak of each stage."""
     shallow = copy.deepcopy(config)
     shallow.num_hidden_layers = layers
     if getattr(shallow, "layer_types", None):
         shallow.layer_types = shallow.layer_types[:layers]
-    model, trained = _shapes(shallow, settings)
+    model, trained = shapes_only(shallow, settings)
     with nothing_allocated():
-        _make_fake(model)
+        make_fake(model, all_short=gathered)
         rule = make_rule(trained, settings.method, 0)
         batch, causal = lengths.fake(_traced_positions(config, lengths)), CausalModel(model)
-        return _later_micro_batch(model, rule, causal, batch, settings)
+        autocast = settings.model.compute == "bf16" and not gathered
+        return _later_micro_batch(model, rule, causal, batch, autocast)
 
 
 def _later_micro_batch(
-    model: Any, rule: Any, causal: CausalModel, batch: MicroBatch, settings: TrainSettings
+    model: Any, rule: Any, causal: CausalModel, batch: MicroBatch, autocast: bool
 ) -> dict[str, Counter[str]]:
     peaks: dict[str, Counter[str]] = {}
     with LiveBytes() as live:
@@ -125,9 +133,8 @@ def _later_micro_batch(
         live.hold("gradients", _gradients(rule))
         live.start_peak()
         handles = _at_stage_ends(model, causal, end)
-        autocast = settings.model.compute == "bf16"
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-            scores = token_logprobs(causal, batch, settings.rollout.temperature)
+            scores = token_logprobs(causal, batch, temperature=1.0)
         scores.logprobs.sum().backward()
         end("embedding")
         for handle in handles:
@@ -149,7 +156,7 @@ def _at_stage_ends(model: Any, causal: CausalModel, end: Callable[[str], None]) 
     return [causal.body.register_forward_hook(after_head), embedding.register_forward_hook(after_blocks)]
 
 
-def _shapes(config: Any, settings: TrainSettings) -> tuple[Any, Any]:
+def shapes_only(config: Any, settings: TrainSettings) -> tuple[Any, Any]:
     """The model on torch's "meta" device, and what its update rule trains: peft's wrapper for lora."""
     from transformers import AutoModelForCausalLM
 
@@ -161,7 +168,7 @@ def _shapes(config: Any, settings: TrainSettings) -> tuple[Any, Any]:
     return model.train(), trained
 
 
-def _make_fake(model: Any) -> None:
+def make_fake(model: Any, all_short: bool = False) -> None:
     """Exchange tensors without a device for fake ones, which behave as a CPU's; shared ones stay shared."""
     made: dict[int, Any] = {}
     for module in model.modules():
@@ -169,7 +176,7 @@ def _make_fake(model: Any) -> None:
             if parameter is not None:
                 empty = made.get(id(parameter))
                 if empty is None:
-                    values = torch.empty(parameter.shape, dtype=parameter.dtype)
+                    values = torch.empty(parameter.shape, dtype=torch.bfloat16 if all_short else parameter.dtype)
                     empty = made[id(parameter)] = torch.nn.Parameter(values, parameter.requires_grad)
                 module._parameters[name] = empty
         for name, buffer in list(module._buffers.items()):
