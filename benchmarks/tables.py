@@ -150,11 +150,59 @@ def beside_trl() -> str:
     return "\n".join(lines)
 
 
+def cards() -> str:
+    """Planned peak of training on one card, and the smallest card that has it."""
+    found = result("plan_cards")
+    settings = found["settings"]
+    ways = list(dict.fromkeys(row["way"] for row in found["rows"]))
+    lines = [
+        f"`{found['command']}`: planned peak of training in GiB on one card, and the smallest card of "
+        f"{', '.join(map(str, settings['cards_gb']))} GB that has it. One micro-batch of {settings['tokens']:,} "
+        f"tokens, activation checkpointing, bf16 compute, rank {settings['rank']} for LoGRA and LoRA; no rollout.",
+        "",
+        f"| model | {' | '.join(ways)} |",
+        f"| --- |{' --- |' * len(ways)}",
+    ]
+    for model in dict.fromkeys(row["model"] for row in found["rows"]):
+        cells = []
+        for way in ways:
+            row = next(row for row in found["rows"] if (row["model"], row["way"]) == (model, way))
+            card = f"{row['smallest_card_gb']} GB" if row["smallest_card_gb"] else "none"
+            cells.append(f"{row['peak_bytes'] / 2**30:.1f} ({card})")
+        name = "a dense decoder of 27e9" if model == "27B" else model
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def paper_plan() -> str:
+    """Plan, PyTorch's tracker and the paper, for the paper's models."""
+    found = result("plan_paper")
+    lines = [
+        f"`{found['command']}`: GiB on each device, FSDP2, {found['settings']['tokens']:,} tokens, rank "
+        f"{found['settings']['rank']}; tracked by PyTorch's `FSDPMemTracker` on fake tensors, planned by `logra plan`, "
+        f"and the average that the paper reports.",
+        "",
+        "| model | devices | method | tracked peak | planned peak | paper, average |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in found["rows"]:
+        planned = f"{row['planned_bytes'] / 2**30:.2f}" if "planned_bytes" in row else "-"
+        paper = row["paper_average_gib"] or "-"
+        name = {"port": "LoGRA as the authors' port holds it"}.get(row["way"], row["way"])
+        label = row["model"].split(" ")[0]
+        lines.append(
+            f"| {label} | {row['devices']} | {name} | {row['tracked_bytes'] / 2**30:.2f} | {planned} | {paper} |"
+        )
+    return "\n".join(lines)
+
+
 PLACES = (
     ("README.md", "measured", measured),
     ("docs/optimizer.md", "settings", settings),
     ("docs/experiments.md", "first run", first_run),
     ("docs/experiments.md", "beside trl", beside_trl),
+    ("docs/memory.md", "cards", cards),
+    ("docs/memory.md", "paper plan", paper_plan),
     ("docs/reference.md", "all settings", all_settings),
     ("docs/reference.md", "metrics", metrics),
     ("docs/reference.md", "alarms", alarms),

@@ -65,7 +65,7 @@ def test_commands_run_as_they_are_written_on_small_numbers(workplace: Path, caps
             else:
                 assert main([*arguments, *(SMALL if arguments[0] in ("train", "eval") else [])]) == 0, arguments
             done.append(arguments[0])
-    assert {"train", "eval", "tasks", "report"} <= set(done)
+    assert {"train", "eval", "plan", "tasks", "report"} <= set(done)
     assert (workplace / "both.html").exists()
 
 
@@ -74,7 +74,7 @@ def test_names_in_documents_exist(path: Path) -> None:
     text = path.read_text()
     parser = make_parser()
     for arguments in commands(path):
-        if not {"--config", "--resume", "--help"} & set(arguments):
+        if not {"--config", "--resume", "--help", "plan"} & set(arguments):
             parser.parse_args(arguments)
     for target in re.findall(r"\]\(([^)#:]+)\)", text):
         assert (path.parent / target).exists(), target
