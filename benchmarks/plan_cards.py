@@ -4,7 +4,8 @@
     python -m benchmarks.plan_cards
 
 One micro-batch of 4,096 tokens, activation checkpointing, bf16 compute, LoGRA and LoRA of rank 64. Rollout is left out
-(its key/value cache is the user's choice: `logra plan` shows it). A card of G GB is taken to have 0.93 G GiB free.
+(its key/value cache is the user's choice: `logra plan` shows it). Gemma 2 has eager attention only. A card of G GB is
+taken to have 0.93 G GiB free.
 """
 
 import argparse
@@ -29,6 +30,8 @@ def peak(model: str, way: str) -> dict[str, Any]:
     settings = settings_of(way)
     if way == "logra fp32":  # what is not selected stays in bf16
         settings = replace(settings, model=replace(settings.model, weights="bfloat16"))
+    if model.startswith("gemma-2"):
+        settings = replace(settings, model=replace(settings.model, attention="eager"))
     lengths = Lengths(1, TOKENS, TOKENS - 512, masked=False)
     plan = plan_method(config_for(model), settings, settings.method.name, lengths, Device(), rank=RANK)
     stage = max((each for each in plan.stages if each.name != "rollout"), key=lambda each: each.total)

@@ -123,6 +123,13 @@ def test_devices_share_what_is_stored() -> None:
     assert "gathered weights" not in one.stages[0].bytes
 
 
+def test_a_reference_model_counts() -> None:
+    settings, config = settings_of("logra", "float32", "fp32", "fp32", True), small()
+    with_reference = replace(settings, learning=replace(settings.learning, reference_kl=0.1))
+    totals = [plan_method(config, each, "logra", LENGTHS, Device()).peak.total for each in (settings, with_reference)]
+    assert totals[1] - totals[0] == 4 * model_size(config, "all-linear").total
+
+
 def test_log_probabilities_hold_their_logits_and_one_gradient() -> None:
     logits = torch.randn(64, 50_000, requires_grad=True)
     with LiveBytes() as live:
@@ -181,6 +188,7 @@ def test_the_largest_micro_batch_fits_and_a_larger_one_does_not() -> None:
     [
         (["--model", "no such model"], "the sizes of model 'no such model' are not known"),
         (["--gpus", "0"], "gpus is 0"),
+        (["--model", "gemma-2-2b"], "model.attention is 'sdpa', which this model does not have"),
     ],
 )
 def test_what_cannot_be_planned(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

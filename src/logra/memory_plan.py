@@ -166,6 +166,9 @@ def plan_method(
     stored = stored_bytes(size, settings)
     shared = {cause: math.ceil(count / device.count) for cause, count in stored.items()}
     shared["projections"] = stored["projections"]  # bits, whole on every device
+    if settings.learning.reference_kl > 0:
+        weight_bytes = {"float32": 4, "bfloat16": 2}[settings.model.weights]
+        shared["reference model"] = math.ceil(weight_bytes * size.total / device.count)
     stages = [
         Stage(name, {**shared, **_gathered(size, settings, device, name), "activations and logits": each["temporary"]})
         for name, each in learning_stages(config, settings, lengths, gathered=device.count > 1).items()

@@ -161,8 +161,15 @@ def shapes_only(config: Any, settings: TrainSettings) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM
 
     dtype = getattr(torch, settings.model.weights)
+    attention = settings.model.attention
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=settings.model.attention)
+        try:
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+        except ValueError as error:
+            raise ValueError(
+                f"model.attention is {attention!r}, which this model does not have ({str(error).splitlines()[0]}); "
+                f"set model.attention eager"
+            ) from error
         prepare(model, settings.model)
         trained = add_adapters(model, settings.method) if settings.method.name == "lora" else model
     return model.train(), trained
