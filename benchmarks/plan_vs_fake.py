@@ -11,15 +11,13 @@ hold: on every device all sketches, as many directions, and all projections in f
 
 import argparse
 import json
-import subprocess
-import sys
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.record import RESULTS, write_result
+from benchmarks.record import RESULTS, cell, write_result
 from logra.config import LograSettings
 from logra.memory_plan import GIB, Device, plan_method
 from logra.memory_trace import Lengths
@@ -178,7 +176,7 @@ def planned(model_name: str, way: str, devices: int) -> dict[str, Any]:
     settings = settings_of(way)
     lengths = Lengths(1, TOKENS, TOKENS - PROMPT, masked=False)
     plan = plan_method(config_for(model_name), settings, settings.method.name, lengths, Device(devices))
-    learning = [stage for stage in plan.stages if stage.name in ("head", "blocks", "embedding")]
+    learning = [stage for stage in plan.stages if stage.name in ("forward", "head", "blocks", "embedding")]
     worst = max(learning, key=lambda stage: stage.total)
     return {"planned_bytes": worst.total, "planned_stage": worst.name, "planned_by_cause": worst.bytes}
 
@@ -198,9 +196,8 @@ def main() -> None:
         for way in WAYS:
             if arguments.model not in (None, label):
                 continue
-            command = [sys.executable, "-m", "benchmarks.plan_vs_fake", "--only", label, way]
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-            kinds = json.loads(done.stdout.splitlines()[-1])
+            kinds = cell("plan_vs_fake", f"{label} {way}", ["benchmarks.plan_vs_fake", "--only", label, way])
+            tracked_at = kinds.pop("commit")
             row = {
                 "model": label,
                 "parameters_of": name,
@@ -208,7 +205,11 @@ def main() -> None:
                 "way": way,
                 "tracked_bytes": kinds["Total"],
             }
-            row |= {"tracked_by_kind": kinds, "paper_average_gib": PAPER.get((label, way))}
+            row |= {
+                "tracked_by_kind": kinds,
+                "tracked_at_commit": tracked_at,
+                "paper_average_gib": PAPER.get((label, way)),
+            }
             if way != "port":
                 row |= planned(name, way, devices)
                 row["error"] = row["planned_bytes"] / row["tracked_bytes"] - 1

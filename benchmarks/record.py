@@ -53,6 +53,20 @@ def write_result(
     return path
 
 
+def cell(folder: str, name: str, command: list[str]) -> dict[str, Any]:
+    """What `command` prints as its last line, as JSON; kept under runs/, so that a long benchmark goes on cell by cell.
+
+    Delete the folder under runs/ to measure anew.
+    """
+    path = RESULTS.parent.parent / "runs" / folder / f"{name.replace(' ', '_')}.json"
+    if not path.exists():
+        done = subprocess.run([sys.executable, "-m", *command], stdout=subprocess.PIPE, text=True, check=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"commit": commit()} | json.loads(done.stdout.splitlines()[-1])))
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
 def commit() -> str:
     """The commit that is checked out."""
     return _git("rev-parse", "HEAD")

@@ -72,6 +72,7 @@ def drifted(storage: str, steps: int) -> Any:
         generator = torch.Generator().manual_seed(update)
         for layer in optimizer.sketches:
             layer.sketch = torch.randn(layer.out_features, layer.group.rank, generator=generator)
+            layer.seen_backward = True
         optimizer.step()
     optimizer.detach()
     return policy.model.float()
@@ -106,6 +107,7 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=60)
     parser.add_argument("--steps", type=int, default=1000)
     arguments = parser.parse_args()
+    torch.set_num_threads(1)  # the tensors are tiny
     drifts = drift(arguments.steps)
     rows = []
     for seed in range(3):

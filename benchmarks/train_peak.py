@@ -11,13 +11,12 @@ micro-batches of one response, the second of two updates. Peak: of the storages 
 
 import argparse
 import json
-import subprocess
 import sys
 from dataclasses import replace
 from typing import Any
 
 from benchmarks.plan_accuracy import MIB, batch, measured, settings_of
-from benchmarks.record import write_result
+from benchmarks.record import cell, write_result
 from logra.memory_plan import Device, plan_method
 from logra.memory_trace import Lengths
 from logra.model_shapes import config_of
@@ -64,9 +63,7 @@ def main() -> None:
         return
     rows = []
     for way in WAYS:
-        command = [sys.executable, "-m", "benchmarks.train_peak", *sys.argv[1:], "--only", way]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        rows.append(json.loads(done.stdout.splitlines()[-1]))
+        rows.append(cell("train_peak", way, ["benchmarks.train_peak", *sys.argv[1:], "--only", way]))
         print(way, *(f"{key} {rows[-1][key] / MIB:.1f} MiB" for key in ("peak_bytes", "planned_bytes")), flush=True)
     of = {row["way"]: row["peak_bytes"] for row in rows}
     ratios = {

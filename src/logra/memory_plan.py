@@ -227,7 +227,7 @@ def _gathered(size: ModelSize, settings: TrainSettings, device: Device, stage: s
     if device.count == 1:
         return {}
     blocks = 2 * 2 * size.block  # the block at work and the one that is fetched meanwhile, in bf16
-    whole = blocks + (2 * size.head if size.tied or stage in ("head", "embedding") else 0)
+    whole = blocks + (2 * size.head if size.tied or stage != "blocks" else 0)
     if stage != "blocks":
         return {"gathered weights": whole}
     if settings.method.name == "logra":
@@ -284,7 +284,7 @@ def _sync(size: ModelSize, settings: TrainSettings) -> int:
 
 def with_largest(plan: MethodPlan, larger: MethodPlan, tokens: int, capacity: int) -> MethodPlan:
     """Enter the largest micro-batch that fits, from plans of `tokens` and of twice as many: bytes grow linearly."""
-    learning = {"head", "blocks", "embedding"}
+    learning = {"forward", "head", "blocks", "embedding"}
     limits = []
     for small, large in zip(plan.stages, larger.stages, strict=True):
         slope = (large.total - small.total) / tokens if small.name in learning else 0.0

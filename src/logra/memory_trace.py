@@ -66,7 +66,7 @@ def learning_stages(
 ) -> dict[str, Counter[str]]:
     """Bytes by cause at the peak of each stage of a later micro-batch of an update, on one device.
 
-    Stages: "head" (forward, and backward through the output layer), "blocks" and "embedding" (backward through them).
+    Stages: "forward", and backward through "head", "blocks" and "embedding": within one, the peak is at one place.
     Causes: "weights", "gradients" (sketches for logra), "moments" (for logra, projections too), and "temporary":
     activations kept for backward, logits, and what backward makes on its way. With `gathered`, blocks compute with
     weights that sharding gathers in bf16, adapters too, so that autocast makes no copies of its own.
@@ -83,6 +83,7 @@ def learning_stages(
         stage: Counter({cause: round(few[cause] + steps * (second[stage][cause] - few[cause])) for cause in CAUSES})
         for stage, few in first.items()
     }
+    found["forward"]["temporary"] += left_out * width
     found["head"]["temporary"] += 2 * left_out * width
     return found
 
@@ -135,6 +136,7 @@ def _later_micro_batch(
         handles = _at_stage_ends(model, causal, end)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             scores = token_logprobs(causal, batch, temperature=1.0)
+        end("forward")
         scores.logprobs.sum().backward()
         end("embedding")
         for handle in handles:
