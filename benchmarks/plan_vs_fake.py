@@ -152,7 +152,8 @@ def tracked(model_name: str, way: str, devices: int) -> dict[str, Any]:
         if sharded is not None:
             model.requires_grad_(False)
         scorer = shard(model, mesh)
-        low = [p.to_local().to(torch.uint8) for p in model.parameters()] if way == "logra split" else []
+        selected = [layer.weight for layer in sharded.sketches] if sharded is not None else []
+        low = [p.to_local().to(torch.uint8) for p in selected] if way == "logra split" else []  # type: ignore[attr-defined]
         trained = [p.to_local() for p in model.parameters() if p.requires_grad]
         moments = [torch.zeros_like(p) for p in trained for _ in range(2)]
         batch = Lengths(1, TOKENS, TOKENS - PROMPT, masked=False).fake(256)

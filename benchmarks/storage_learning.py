@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.emulated_bf16 import EmulatedBf16
-from benchmarks.record import write_result
+from benchmarks.record import cell, write_result
 from logra import LograOptimizer
 from logra.cli import make_parser
 from logra.kl.measure import KlMeter
@@ -106,19 +106,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--updates", type=int, default=60)
     parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--only", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # the tensors are tiny
-    drifts = drift(arguments.steps)
+    command = ["benchmarks.storage_learning", "--updates", str(arguments.updates), "--steps", str(arguments.steps)]
+    if arguments.only:
+        what, seed = arguments.only
+        found = {"drift": drift(arguments.steps)} if what == "drift" else learn(what, int(seed), arguments.updates)
+        print(json.dumps(found))
+        return
+    drifts = cell("storage_learning", "drift", [*command, "--only", "drift", "0"])["drift"]
     rows = []
     for seed in range(3):
         for storage in STORAGES:
-            rows.append(learn(storage, seed, arguments.updates))
+            name = f"{storage} {seed} {arguments.updates}"
+            rows.append(cell("storage_learning", name, [*command, "--only", storage, str(seed)]))
             print(json.dumps(rows[-1]), flush=True)
     after = {storage: [row["after"] for row in rows if row["storage"] == storage] for storage in STORAGES}
     mean = {storage: sum(values) / len(values) for storage, values in after.items()}
     ratios = {f"{storage}_minus_fp32": mean[storage] - mean["fp32"] for storage in STORAGES[1:]}
     ratios["spread_of_seeds_fp32"] = max(after["fp32"]) - min(after["fp32"])
-    print(ratios, write_result("storage_learning", rows, ratios, vars(arguments), {"drift": drifts}))
+    settings = {"updates": arguments.updates, "steps": arguments.steps}
+    print(ratios, write_result("storage_learning", rows, ratios, settings, {"drift": drifts}))
 
 
 if __name__ == "__main__":
