@@ -85,6 +85,7 @@ class ModelSize:
         total, block: parameters of the model, and of its largest block.
         head: of the output layer. tied: whether it is the embedding, too.
         selected: that the targets name.
+        largest: parameters of the largest selected layer.
         rows: out_features of the selected layers, summed.
         block_rows: the same of the largest block.
         inputs: in_features of the distinct inputs of selected layers, summed.
@@ -96,6 +97,7 @@ class ModelSize:
     head: int
     tied: bool
     selected: int
+    largest: int
     rows: int
     block_rows: int
     inputs: int
@@ -128,6 +130,7 @@ def model_size(config: Any, targets: Any) -> ModelSize:
         head=model.get_output_embeddings().weight.numel(),
         tied=model.get_output_embeddings().weight is model.get_input_embeddings().weight,
         selected=sum(rows * columns for rows, columns in shapes.values()),
+        largest=max(rows * columns for rows, columns in shapes.values()),
         rows=sum(rows for rows, _ in shapes.values()),
         block_rows=max(block_rows.values()),
         inputs=sum(shapes[members[0]][1] for members in groups.values()),
@@ -177,7 +180,7 @@ def plan_method(
     at_rest = {cause: count for cause, count in shared.items() if cause != "gradients"}
     if settings.method.kl.budget is not None:
         stages.append(Stage("KL probe", {**shared, **_probe(config, size, settings, lengths, device)}))
-    stages.append(Stage("step", {**shared, "step": _step(settings, device)}))
+    stages.append(Stage("step", {**shared, "step": _step(size, settings, device)}))
     stages.append(Stage("rollout", {**at_rest, **_rollout(config, size, settings, lengths)}))
     return MethodPlan(method, tuple(stages), _sync(size, settings))
 
@@ -251,11 +254,11 @@ def _probe(config: Any, size: ModelSize, settings: TrainSettings, lengths: Lengt
     return found
 
 
-def _step(settings: TrainSettings, device: Device) -> int:
-    """The merge's row blocks; torch's fused AdamW works in place."""
+def _step(size: ModelSize, settings: TrainSettings, device: Device) -> int:
+    """The merge's row blocks, four at a time; torch's fused AdamW works in place."""
     if settings.method.name != "logra":
         return 0
-    return 4 * 4 * BLOCK_ELEMENTS.get(device.kind, OTHER_BLOCK_ELEMENTS)
+    return 4 * 4 * min(size.largest, BLOCK_ELEMENTS.get(device.kind, OTHER_BLOCK_ELEMENTS))
 
 
 def _rollout(config: Any, size: ModelSize, settings: TrainSettings, lengths: Lengths) -> dict[str, int]:
