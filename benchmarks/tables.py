@@ -202,6 +202,7 @@ PLACES = (
     ("docs/experiments.md", "first run", first_run),
     ("docs/experiments.md", "beside trl", beside_trl),
     ("docs/memory.md", "cards", cards),
+    ("docs/memory.md", "paper plan", paper_plan),
     ("docs/reference.md", "all settings", all_settings),
     ("docs/reference.md", "metrics", metrics),
     ("docs/reference.md", "alarms", alarms),

@@ -69,7 +69,7 @@ def test_a_trained_model_loaded_by_plain_transformers_has_the_last_logprobs(
     monkeypatch.setattr(train_command, "assemble", remember)
     arguments = [f"--method.logra.{name}={str(value).lower()}" for name, value in logra.items()]
     arguments += ["--model.weights", "bfloat16" if logra["storage"] == "split" else "float32"]
-    arguments += ["--learning.skip_equal_groups", "false", "--method.logra.lr", "1e-3"]
+    arguments += ["--learning.skip_equal_groups", "false", "--method.logra.lr", "1e-3", "--model.compute", "bf16"]
     assert main(["train", *QUICK, "--run.folder", str(tmp_path / "run"), *arguments]) == 0
     (parts,) = kept
     folder = tmp_path / "run" / "model"

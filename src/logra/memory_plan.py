@@ -263,11 +263,12 @@ def _step(size: ModelSize, settings: TrainSettings, device: Device) -> int:
 
 def _rollout(config: Any, size: ModelSize, settings: TrainSettings, lengths: Lengths) -> dict[str, int]:
     """In this process: bf16 copies of fp32 weights, the key/value cache, and logits of one position of all rows."""
-    text, rollout = config.get_text_config(), settings.rollout
+    text, rollout, evaluation = config.get_text_config(), settings.rollout, settings.evaluation
     short = settings.model.compute != "fp32"
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     keys = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    rows = min(rollout.max_rows, rollout.prompts * rollout.samples)
+    most = max(rollout.prompts * rollout.samples, evaluation.problems * evaluation.samples)
+    rows = min(rollout.max_rows, most)
     cache = 2 * text.num_hidden_layers * keys * head_dim * rows * lengths.width * (2 if short else 4)
     whole = settings.model.weights == "float32" and short
     return {
