@@ -93,6 +93,17 @@ def test_padding_never_shows() -> None:
         assert torch.allclose(got.logprobs[wide.sample_index == 0], alone, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_whether_packs_work_does_not_depend_on_the_weights(dtype: torch.dtype) -> None:
+    """Or a run that goes on would take another path than one that was not interrupted."""
+    model = tiny_llama().to(dtype)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        for parameter in model.parameters():
+            parameter.data = parameter.data + 0.1 * torch.randn(parameter.shape, generator=generator).to(dtype)
+        assert CausalModel(model).can_share()
+
+
 def test_masks_come_from_lengths_even_if_pad_is_an_end_token() -> None:
     end = 5
     one = Sample(0, 0, (end, 3, end), (7, end, end), (0.0,) * 3, "", False)

@@ -39,16 +39,20 @@ class _Sampler(threading.Thread):
 
     def run(self) -> None:
         while True:
-            value = self.read()
-            if value is None:
-                return
-            self.peak, self.total, self.count = max(self.peak, value), self.total + value, self.count + 1
-            if self._done.wait(_PAUSE_SECONDS):
+            if not self._enter() or self._done.wait(_PAUSE_SECONDS):
                 return
 
+    def _enter(self) -> bool:
+        value = self.read()
+        if value is not None:
+            self.peak, self.total, self.count = max(self.peak, value), self.total + value, self.count + 1
+        return value is not None
+
     def finish(self) -> None:
+        """Stop, with a last reading: a short phase on a busy machine may have had none since its beginning."""
         self._done.set()
         self.join()
+        self._enter()
 
 
 class Phases:

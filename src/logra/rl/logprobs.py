@@ -141,7 +141,9 @@ class CausalModel:
             got = self.logits(self.states(collate_shared(samples, [[0, 1]], 0, device))).float()
         except (RuntimeError, ValueError, TypeError, NotImplementedError):
             return False
-        return torch.allclose(got, wanted, rtol=1e-3, atol=1e-3 * float(wanted.abs().max()))
+        # Wider than rounding in the model's dtype, or the answer would depend on the weights that are loaded.
+        near = 1e-3 if next(self.model.parameters()).dtype == torch.float32 else 5e-2
+        return torch.allclose(got, wanted, rtol=near, atol=near * float(wanted.abs().max()))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., vocabulary] from hidden states [..., hidden]."""
