@@ -20,7 +20,7 @@ def try_longest(learner: Learner, lengths: Lengths) -> None:
     try:
         micro = collate(samples, range(lengths.lines), policy.pad_id, policy.device)
         trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        moments = [torch.empty_like(each) for each in trained if each.requires_grad and not optimizer.state[each]]
+        moments = [torch.empty_like(each) for each in trained if each.requires_grad and not optimizer.state.get(each)]
         moments += [torch.empty_like(each) for each in moments]
         policy.model.train()
         for _ in range(2):

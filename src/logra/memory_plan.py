@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from logra.memory_trace import CAUSES, Lengths, learning_stages
+from logra.memory_trace import Lengths, learning_stages
 from logra.optim.merge import BLOCK_ELEMENTS, OTHER_BLOCK_ELEMENTS
 from logra.rl.logprobs import LOGIT_MIB
 from logra.run_settings import TrainSettings
@@ -21,6 +21,7 @@ from logra.sketch.targets import find_targets, input_groups, is_conv1d
 
 GIB = 2**30
 METHODS = ("logra", "adamw", "lora")
+WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
@@ -170,12 +171,10 @@ def plan_method(
     shared = {cause: math.ceil(count / device.count) for cause, count in stored.items()}
     shared["projections"] = stored["projections"]  # bits, whole on every device
     if settings.learning.reference_kl > 0:
-        weight_bytes = {"float32": 4, "bfloat16": 2}[settings.model.weights]
-        shared["reference model"] = math.ceil(weight_bytes * size.total / device.count)
+        shared["reference model"] = math.ceil(WEIGHT_BYTES[settings.model.weights] * size.total / device.count)
     stages = [
         Stage(name, {**shared, **_gathered(size, settings, device, name), "activations and logits": each["temporary"]})
         for name, each in learning_stages(config, settings, lengths, gathered=device.count > 1).items()
-        if set(CAUSES) == set(each)
     ]
     at_rest = {cause: count for cause, count in shared.items() if cause != "gradients"}
     if settings.method.kl.budget is not None:
@@ -194,7 +193,7 @@ def _with_method(settings: TrainSettings, name: str, rank: int | None) -> TrainS
 
 def stored_bytes(size: ModelSize, settings: TrainSettings) -> dict[str, int]:
     """Of the whole model, wherever its parts lie: weights, gradients or sketches, moments, projections."""
-    method, each = settings.method, {"float32": 4, "bfloat16": 2}[settings.model.weights]
+    method, each = settings.method, WEIGHT_BYTES[settings.model.weights]
     if method.name == "logra":
         storage = method.logra.storage
         if storage == "auto":

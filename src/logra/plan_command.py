@@ -17,7 +17,6 @@ from logra.model_shapes import config_of
 from logra.run_settings import TrainSettings
 from logra.tasks.task import Problem
 
-PROMPT_TOKENS = 512
 PLANNED_FROM_BYTES = 64 * 2**20  # of weights, gradients and moments; smaller runs fit anywhere
 _CHARACTERS_PER_TOKEN, _TEMPLATE_TOKENS = 2, 64
 
