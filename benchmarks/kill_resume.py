@@ -21,6 +21,8 @@ from typing import Any
 import torch
 
 from benchmarks.record import write_result
+from logra.parallel.processes import Processes
+from logra.trainer_state import load_state
 
 FOLDER = Path("runs/kill_resume")
 TIMES = ("seconds", "memory", "tokens_per_second")
@@ -66,7 +68,7 @@ def contents(folder: Path) -> dict[str, str]:
     """Digests of everything that must be equal."""
     found = {"weights": hashlib.sha256((folder / "model" / "model.safetensors").read_bytes()).hexdigest()}
     last = max(folder.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
-    state = torch.load(last / "trainer_state.pt", weights_only=True)
+    state = load_state(last / "trainer_state", Processes())
     digest = hashlib.sha256()
     enter(state, digest)
     found["state"] = digest.hexdigest()

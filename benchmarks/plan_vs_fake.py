@@ -3,9 +3,10 @@
 
     python -m benchmarks.plan_vs_fake
 
-Fake tensors on a fake process group: nothing is allocated, nothing is sent. One micro-batch of 4,096 tokens goes
-forward and backward under `FSDPMemTracker` with moments in place, twice, as in an update of several micro-batches;
-activation checkpointing of blocks, bf16 compute, logits in chunks. "port" holds what the authors' port is said to
+The run's own code on fake tensors and a fake process group: nothing is allocated, nothing is sent. One micro-batch of
+4,096 tokens goes forward and backward under `FSDPMemTracker` with moments in place, twice, as in an update of several
+micro-batches; activation checkpointing of blocks, bf16 compute, logits in chunks. The average is over the ends of
+blocks, forward and backward. "port" holds what the authors' port is said to
 hold: on every device all sketches, as many directions, and all projections in fp32. Written to plan_paper.json.
 """
 
@@ -15,16 +16,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.record import RESULTS, cell, write_result
 from logra.config import LograSettings
+from logra.divide import blocks_of, divide
 from logra.memory_plan import GIB, Device, plan_method
-from logra.memory_trace import Lengths
+from logra.memory_trace import Lengths, make_fake, nothing_allocated, shapes_only
 from logra.model_shapes import config_of
-from logra.rl.batch import MicroBatch
+from logra.optim.optimizer import LograOptimizer
+from logra.optim.storage import SplitStorage
+from logra.parallel.processes import Processes
+from logra.parallel.rows import local
 from logra.rl.logprobs import CausalModel, token_logprobs
 from logra.run_settings import LearningSettings, MethodSettings, ModelSettings, RolloutSettings, TrainSettings
+from logra.update_rules import make_rule
 
 TOKENS, PROMPT, RANK = 4096, 512, 256
 MODELS = {
@@ -58,7 +64,8 @@ def config_for(name: str) -> Any:
 
 def settings_of(way: str) -> TrainSettings:
     name, _, storage = way.partition(" ")
-    logra = LograSettings(rank=RANK, storage=storage or "fp32")
+    sync = "update" if name == "port" else "micro_batch"
+    logra = LograSettings(rank=RANK, storage=storage or "fp32", sketch_sync=sync)
     weights = "bfloat16" if storage in ("split", "bf16") or name == "lora" else "float32"
     return TrainSettings(
         model=ModelSettings(weights=weights, compute="bf16", gradient_checkpointing=True, device="cpu"),
@@ -68,109 +75,62 @@ def settings_of(way: str) -> TrainSettings:
     )
 
 
-class ShardedSketches:
-    """The sketches of a block leave it as shards: summed over devices and divided by rows once its backward is done."""
-
-    def __init__(self, model: Any, devices: int, keep_whole: bool) -> None:
-        from logra.sketch.hooks import attach
-
-        self.sketches = attach(model, LograSettings().targets, RANK)
-        self.devices, self.keep_whole = devices, keep_whole
-        self.shards: dict[str, Tensor] = {}
-        self.extras: list[Tensor] = []
-        if keep_whole:
-            for layer in self.sketches:
-                self.extras.append(torch.zeros(layer.out_features, RANK))  # the direction
-            for group in self.sketches.groups.values():
-                self.extras.append(torch.zeros(group.rank, group.in_features))  # the projection in fp32
-        for layer in self.sketches:
-            rows = layer.out_features if keep_whole else -(-layer.out_features // devices)
-            self.extras.append(torch.zeros(rows, dtype=torch.float64))  # row moments
-        for block in model.model.layers:
-            block.register_full_backward_hook(lambda block, *_: self.leave(block))
-
-    def leave(self, block: nn.Module) -> None:
-        inside = set(block.modules())
-        for layer in self.sketches:
-            if layer.module in inside and layer.sketch is not None and not self.keep_whole:
-                rows = -(-layer.out_features // self.devices)
-                shard = torch.empty(rows, RANK)
-                whole = torch.cat(
-                    [layer.sketch, layer.sketch.new_zeros(rows * self.devices - layer.out_features, RANK)]
-                )
-                dist.reduce_scatter_single(shard, whole)
-                kept = self.shards.get(layer.name)
-                self.shards[layer.name] = shard if kept is None else kept.add_(shard)
-                layer.sketch = None
-
-
-class Scorer(nn.Module):
-    """The root of the sharding: embedding, last norm and a tied output layer are whole while it computes."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model, self.causal = model, CausalModel(model)
-
-    def forward(self, batch: MicroBatch) -> Tensor:
-        """Log-probabilities of the batch's tokens, fp32 [N]."""
-        return token_logprobs(self.causal, batch, 1.0).logprobs
-
-
-def shard(model: Any, mesh: Any) -> nn.Module:
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    common: Any = {
-        "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-    }
-    for block in model.model.layers:
-        fully_shard(block, **common)
-    if not model.config.tie_word_embeddings:
-        fully_shard(model.model.embed_tokens, **common)
-        fully_shard(model.lm_head, reshard_after_forward=False, **common)
-    scorer = Scorer(model)
-    fully_shard(scorer, **common)
-    return scorer
-
-
 def tracked(model_name: str, way: str, devices: int) -> dict[str, Any]:
-    """Bytes by kind at the tracker's peak."""
+    """Bytes by kind at the tracker's peak, and the average over the ends of blocks, forward and backward."""
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
     from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from logra.memory_trace import make_fake, nothing_allocated, shapes_only
-
     dist.init_process_group("fake", rank=0, world_size=devices, store=FakeStore())
-    mesh = init_device_mesh("cpu", (devices,))
+    processes = Processes(0, devices, init_device_mesh("cpu", (devices,)))
     settings, config = settings_of(way), config_for(model_name)
-    name = way.partition(" ")[0]
-    model, _ = shapes_only(config, settings)
+    model, trained = shapes_only(config, settings)
     with nothing_allocated():
         make_fake(model)
-        sharded = ShardedSketches(model, devices, name == "port") if name in ("logra", "port") else None
-        if sharded is not None:
-            model.requires_grad_(False)
-        scorer = shard(model, mesh)
-        selected = [layer.weight for layer in sharded.sketches] if sharded is not None else []
-        low = [p.to_local().to(torch.uint8) for p in selected] if way == "logra split" else []  # type: ignore[attr-defined]
-        trained = [p.to_local() for p in model.parameters() if p.requires_grad]
-        moments = [torch.zeros_like(p) for p in trained for _ in range(2)]
+        causal = CausalModel(model)
+        root = divide(causal, processes, "bf16")
+        rule = make_rule(trained, settings.method, 0)
+        beside = held_beside(rule, way)
         batch = Lengths(1, TOKENS, TOKENS - PROMPT, masked=False).fake(256)
-        tracker = FSDPMemTracker(scorer)
+        tracker = FSDPMemTracker(root)
         tracker.track_inputs((batch.input_ids,))
-        beside = [*moments, *low]  # there all the time, and not seen by the tracker
-        if sharded is not None:
-            groups = sharded.sketches.groups.values()
-            beside += [*sharded.extras, *(group.projection.compact for group in groups if group.projection is not None)]
+        totals: list[int] = []
+
+        def note(*_: Any) -> None:
+            totals.extend(int(device["Total"]) for device in tracker.get_tracker_snapshot("current").values())
+
+        def after_forward(_: Any, __: Any, output: Tensor) -> None:
+            note()
+            if output.requires_grad:
+                output.register_hook(note)
+
+        for block in blocks_of(model):
+            block.register_forward_hook(after_forward)
         with tracker:
             for _ in range(2):
                 tracker.reset_mod_stats()
-                scorer(batch).sum().backward()
+                totals.clear()
+                token_logprobs(causal, batch, 1.0).logprobs.sum().backward()
         (peak,) = tracker.get_tracker_snapshot("peak").values()
     kinds = {str(kind).rpartition(".")[2]: int(count) for kind, count in peak.items() if count}
     held = sum(each.numel() * each.element_size() for each in beside)
-    return {**kinds, "MOMENTS AND EXTRAS": held, "Total": kinds["Total"] + held}
+    average = sum(totals) // len(totals) + held
+    return {**kinds, "MOMENTS AND EXTRAS": held, "Total": kinds["Total"] + held, "average": average}
+
+
+def held_beside(rule: Any, way: str) -> list[Tensor]:
+    """What is there all the time and is not seen by the tracker: moments, low bits, projections."""
+    optimizer = rule.optimizer
+    if not isinstance(optimizer, LograOptimizer):
+        return [torch.zeros_like(local(each)) for each in rule.trained for _ in range(2)]
+    groups = [group.projection for group in optimizer.sketches.groups.values() if group.projection is not None]
+    found = [optimizer._state(name)["row_second_moment"] for name in optimizer.sketches.layers]
+    found += [projection.compact for projection in groups]
+    found += [storage.low for storage in optimizer.storages.values() if isinstance(storage, SplitStorage)]
+    if way == "port":
+        found += [torch.zeros(layer.out_features, RANK) for layer in optimizer.sketches]  # directions
+        found += [torch.zeros(projection.rank, projection.in_features) for projection in groups]  # in fp32
+    return found
 
 
 def planned(model_name: str, way: str, devices: int) -> dict[str, Any]:
@@ -198,13 +158,14 @@ def main() -> None:
             if label not in arguments.models:
                 continue
             kinds = cell("plan_vs_fake", f"{label} {way}", ["benchmarks.plan_vs_fake", "--only", label, way])
-            tracked_at = kinds.pop("commit")
+            tracked_at, average = kinds.pop("commit"), kinds.pop("average")
             row = {
                 "model": label,
                 "parameters_of": name,
                 "devices": devices,
                 "way": way,
                 "tracked_bytes": kinds["Total"],
+                "average_bytes": average,
             }
             row |= {
                 "tracked_by_kind": kinds,

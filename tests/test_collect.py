@@ -47,7 +47,7 @@ def collector(right: Sequence[int], refill: int, monkeypatch: pytest.MonkeyPatch
     )
     engine, mixture = Scripted(right), Mixture(settings)
     monkeypatch.setattr(
-        "logra.collect.grade_by_task",
+        "logra.problems.grade_by_task",
         lambda tasks, problems, samples: [graded(float(sample.text.startswith("yes"))) for sample in samples],
     )
     return Collector(settings, Encoder(), engine, mixture), engine  # type: ignore[arg-type]

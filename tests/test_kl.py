@@ -13,6 +13,7 @@ from logra import LograOptimizer
 from logra.config import KlSettings
 from logra.kl.controlled_step import ControlledStep
 from logra.kl.displacement import DenseDisplacement, LowRankDisplacement
+from logra.kl.looked_at import LookedAt
 from logra.kl.measure import KlMeter, exactly
 from logra.kl.step_control import StepControl
 from logra.rl.batch import MicroBatch, Sample, collate
@@ -186,7 +187,7 @@ def test_long_responses_are_predicted_by_the_secant(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr("logra.kl.controlled_step.LONGEST_JVP_MIB", limit)
         rule = LograRule(model, settings, 0)
         loss_of(model, torch.randint(48, (4, 11), generator=torch.Generator().manual_seed(1))).backward()
-        ControlledStep(rule, meter, StepControl(settings.kl))(1, batch(), "fp32", lambda: None)
+        ControlledStep(rule, meter, StepControl(settings.kl))(1, LookedAt.whole(batch(), 2), "fp32", lambda: None)
         rule.optimizer.detach()
         assert used == [wanted]
         used.clear()

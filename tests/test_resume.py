@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from logra.cli import main
 from logra.durable import damage, recover, write_folder
 from logra.interruption import Interrupted, Interruption
+from logra.parallel.processes import Processes
 from logra.trainer import Trainer, Update
+from logra.trainer_state import load_state
 
 COMMON = [
     "--rollout.prompts", "4", "--rollout.samples", "4", "--rollout.max_tokens", "6", "--evaluation.problems", "8",
@@ -81,9 +82,7 @@ def test_six_updates_are_three_and_three_bit_for_bit(
     assert weights(parted) == weights(whole)
     assert lines(parted) == lines(whole)
     assert lines(parted, "samples.jsonl") == lines(whole, "samples.jsonl")
-    state, other = (
-        torch.load(folder / "checkpoint-6" / "trainer_state.pt", weights_only=True) for folder in (whole, parted)
-    )
+    state, other = (load_state(folder / "checkpoint-6" / "trainer_state", Processes()) for folder in (whole, parted))
     assert str(state) == str(other)
     # Beginning from the weights alone, without the state, is another run.
     start = ["--model.name", str(parted / "checkpoint-3"), "--run.folder", str(cold), "--run.updates", "3"]
@@ -134,7 +133,7 @@ def test_a_damaged_last_checkpoint_is_named_and_the_one_before_is_used(
     folder = tmp_path / "run"
     assert main(["train", *COMMON, "--run.save_every", "2", "--run.folder", str(folder)]) == 0
     wanted = weights(folder)
-    path = folder / "checkpoint-6" / ("trainer_state.pt" if harm == "no state" else "model.safetensors")
+    path = folder / "checkpoint-6" / ("trainer_state/values.json" if harm == "no state" else "model.safetensors")
     content = bytearray(path.read_bytes())
     if harm == "flip":
         content[len(content) // 2] ^= 1
@@ -146,7 +145,7 @@ def test_a_damaged_last_checkpoint_is_named_and_the_one_before_is_used(
     capsys.readouterr()
     assert main(["train", "--resume", str(folder)]) == 0
     told = capsys.readouterr().out
-    assert f"not used: {folder / 'checkpoint-6'}: {path.name}" in told
+    assert f"not used: {folder / 'checkpoint-6'}: {path.relative_to(folder / 'checkpoint-6')}" in told
     assert f"going on from {folder / 'checkpoint-4'}" in told
     assert weights(folder) == wanted
     assert damage(folder / "checkpoint-6") is None
@@ -269,11 +268,11 @@ def test_folders_are_there_whole_or_not_at_all(tmp_path: Path) -> None:
     final = tmp_path / "model"
 
     def first(folder: Path) -> None:
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         (folder / "a").write_text("one")
 
     def fails(folder: Path) -> None:
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         (folder / "a").write_text("two")
         raise OSError("No space left on device")
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from logra.optim.row_adam import RowStatistics, next_second_moment, row_factors
+from logra.optim.row_adam import RowStatistics, next_second_moment, root_moment, row_factors
 
 BETA2, EPS = 0.95, 1e-8
 
@@ -32,7 +32,7 @@ def direction_after(sketches: list[torch.Tensor], preserve: bool) -> torch.Tenso
     v = torch.zeros(len(sketches[0]), dtype=torch.float64)
     for sketch in sketches:
         v = next_second_moment(v, RowStatistics.of(sketch), BETA2)
-    factors = row_factors(v, len(sketches), BETA2, EPS, RowStatistics.of(sketches[-1]), preserve)
+    factors = row_factors([root_moment(v, len(sketches), BETA2)], EPS, [RowStatistics.of(sketches[-1])], preserve)[0]
     return factors[:, None] * sketches[-1]
 
 
@@ -60,7 +60,9 @@ def test_a_sketch_of_zeros_gives_zero_and_v_decays(preserve: bool) -> None:
     assert not direction_after([zeros], preserve).any()
     v = next_second_moment(torch.full((4,), 2.0, dtype=torch.float64), RowStatistics.of(zeros), BETA2)
     assert torch.allclose(v, torch.full((4,), 1.9, dtype=torch.float64))
-    assert not (row_factors(v, 7, BETA2, EPS, RowStatistics.of(zeros), preserve)[:, None] * zeros).any()
+    assert not (
+        row_factors([root_moment(v, 7, BETA2)], EPS, [RowStatistics.of(zeros)], preserve)[0][:, None] * zeros
+    ).any()
 
 
 @pytest.mark.parametrize("preserve", [True, False])

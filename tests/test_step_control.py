@@ -11,6 +11,7 @@ import torch
 from logra.cli import main
 from logra.config import KlSettings
 from logra.kl.controlled_step import ControlledStep
+from logra.kl.looked_at import LookedAt
 from logra.kl.measure import KlMeter
 from logra.kl.step_control import StepControl
 from logra.rl.logprobs import CausalModel
@@ -67,7 +68,7 @@ def test_the_budget_holds_however_large_the_proposed_step(method: str, scale: fl
     generator = torch.Generator().manual_seed(7)
     for update in range(1, 8):
         loss_of(model, torch.randint(48, (4, 11), generator=generator)).backward()
-        report, metrics = step(update, batch(), "fp32", lambda: None)
+        report, metrics = step(update, LookedAt.whole(batch(), 2), "fp32", lambda: None)
         assert report.applied
         assert metrics["realised_kl"] <= 1.1 * metrics["kl_budget_effective"]
         assert metrics["realised_kl"] == pytest.approx(metrics["verified_kl"], rel=1e-2)
@@ -88,9 +89,9 @@ def test_an_estimator_that_does_not_run_is_replaced_with_one_warning(monkeypatch
     tokens = torch.randint(48, (4, 11), generator=torch.Generator().manual_seed(1))
     loss_of(model, tokens).backward()
     with pytest.warns(UserWarning, match="forward-mode AD does not run on this model .*_fused_attention"):
-        step(1, batch(), "fp32", lambda: None)
+        step(1, LookedAt.whole(batch(), 2), "fp32", lambda: None)
     loss_of(model, tokens).backward()
-    report, metrics = step(2, batch(), "fp32", lambda: None)
+    report, metrics = step(2, LookedAt.whole(batch(), 2), "fp32", lambda: None)
     assert report.applied
     assert metrics["predicted_kl"] > 0
 

@@ -2,6 +2,7 @@
 """The command line: `logra train`, `eval`, `plan`, `report`, `tasks`, `convert`."""
 
 import json
+import os
 import re
 import sys
 from dataclasses import fields, is_dataclass
@@ -16,6 +17,7 @@ MAY_CHANGE = {f"run.{name}" for name in ("folder", "updates", "save_every", "kee
 MAY_CHANGE |= {
     f"run.{name}" for name in ("samples_logged", "alarm_entropy", "alarm_gap", "stop_after_alarms", "push_to_hub")
 }
+MAY_CHANGE |= {"parallel.shard", "parallel.timeout"}
 MAY_CHANGE |= {f"evaluation.{name}" for name in ("every", "stop_at", "patience")}
 COMMANDS = {
     "train": "Train a model from rewarded answers.",
@@ -37,6 +39,7 @@ def make_parser() -> ArgumentParser:
         _add_help(command, TrainSettings, "")
         if name == "train":
             command.add_argument("--resume", metavar="RUN", help="Go on with the run in this folder.")
+            command.add_argument("--processes", type=int, default=1, help="Run in so many processes on this machine.")
         if name == "plan":
             _add_plan_arguments(command)
         commands.add_subcommand(name, command, help=what)
@@ -83,9 +86,12 @@ def main(arguments: list[str] | None = None) -> int:
         parsed = parser.parse_args(_with_settings_of_the_run(_with_model_by_name(given)))
         command = parsed.subcommand
         built = parser.instantiate(parsed)
+        if command == "train" and built[command].processes != 1 and "WORLD_SIZE" not in os.environ:
+            return _launched(built[command].processes, given)
         return RUN[command](built[command])
     except (ValueError, ImportError, OSError) as error:
-        sys.stderr.write(f"logra {command}: {error}\n")
+        place = os.environ.get("RANK", "0")
+        sys.stderr.write(f"logra {command}{'' if place == '0' else f' (process {place})'}: {error}\n")
         return 2
 
 
@@ -123,6 +129,14 @@ def _train(built: Namespace) -> int:
     return train(settings, resume=built.resume is not None)
 
 
+def _launched(count: int, given: list[str]) -> int:
+    if count < 1:
+        raise ValueError(f"processes is {count}; it must be at least 1")
+    from logra.parallel.launch import launch
+
+    return launch(count, given)
+
+
 def _check_same_run(settings: TrainSettings, saved: Path) -> None:
     """A run that goes on may be longer or be watched differently; what it learns from stays."""
     before, now = json.loads(saved.read_text()), json.loads(json.dumps(as_plain(settings)))
@@ -130,7 +144,7 @@ def _check_same_run(settings: TrainSettings, saved: Path) -> None:
         f"{section}.{name}"
         for section, values in now.items()
         for name, value in values.items()
-        if before[section].get(name, value) != value and f"{section}.{name}" not in MAY_CHANGE
+        if before.get(section, {}).get(name, value) != value and f"{section}.{name}" not in MAY_CHANGE
     ]
     if changed:
         raise ValueError(

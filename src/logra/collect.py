@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from logra.model import Policy
+from logra.parallel.processes import Processes
 from logra.phases import Phases
-from logra.problems import Mixture, grade_by_task
+from logra.problems import Mixture, grade_groups
 from logra.rl.batch import Sample
 from logra.rl.shaping import format_bonus, outcomes, overlong_malus
 from logra.rollout.engine import Prompt, RolloutEngine, Sampling
@@ -70,10 +71,19 @@ class Collector:
         policy: encodes prompts.
         engine: draws completions with the policy's weights.
         mixture: gives the problems.
+        processes: each grades its share of the groups.
     """
 
-    def __init__(self, settings: TrainSettings, policy: Policy, engine: RolloutEngine, mixture: Mixture) -> None:
+    def __init__(
+        self,
+        settings: TrainSettings,
+        policy: Policy,
+        engine: RolloutEngine,
+        mixture: Mixture,
+        processes: Processes | None = None,
+    ) -> None:
         self.settings, self.policy, self.engine, self.mixture = settings, policy, engine, mixture
+        self.processes = processes or Processes()
         rollout = settings.rollout
         self.sampling = Sampling(
             temperature=rollout.temperature,
@@ -100,6 +110,7 @@ class Collector:
     def _draw(self, update: int, count: int, first: int, phases: Phases) -> list[Group]:
         """`count` new groups, numbered from `first`."""
         size = self.settings.rollout.samples
+        self.processes.notes(f"rollout of update {update}")
         with phases.phase("rollout"):
             asked = [self.mixture.next_problem() for _ in range(count)]
             prompts = [
@@ -107,13 +118,14 @@ class Collector:
                 for group, (_, problem) in enumerate(asked, first)
             ]
             samples = self.engine.generate(prompts, self.sampling, update)
+        self.processes.notes(f"reward of update {update}")
         with phases.phase("reward"):
-            tasks, problems = zip(*(asked[sample.group_id - first] for sample in samples), strict=True)
-            verdicts = grade_by_task(tasks, problems, samples)
-            groups = [
-                Group(task, problem, samples[place : place + size], verdicts[place : place + size])
+            drawn = [
+                (task, problem, samples[place : place + size])
                 for place, (task, problem) in zip(range(0, count * size, size), asked, strict=True)
             ]
+            verdicts = self.processes.shared_out(drawn, grade_groups)
+            groups = [Group(*each, found) for each, found in zip(drawn, verdicts, strict=True)]
             for group in groups:
                 scores = [verdict.score for verdict in group.verdicts if verdict.score is not None]
                 self.mixture.record(group.task, [score >= 1 for score in scores])

@@ -107,6 +107,12 @@ class LograSettings:
         None, "Clip the norm of all sketches together to this (dense meaning); none: no clip."
     )
     factor_bits: int = setting(8, "Bits per entry of the merged factors.", (8, 12, 16))
+    sketch_sync: str = setting(
+        "micro_batch",
+        "Several processes: sum sketches over them block by block after each micro-batch, or once an update, which "
+        "sends less and keeps whole sketches.",
+        ("micro_batch", "update"),
+    )
     storage: str = setting(
         "auto",
         "How selected weights are stored: fp32, split (bf16 + 8 bits), bf16 (stochastic rounding); auto: fp32 weights "

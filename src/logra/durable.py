@@ -32,8 +32,9 @@ def write_folder(final: Path, write: Callable[[Path], None]) -> None:
     Raises:
         OSError: it could not be written; what was there is untouched.
     """
-    temporary, old = final.with_name(f"{final.name}.tmp"), final.with_name(f"{final.name}.old")
+    temporary, old = temporary_of(final), final.with_name(f"{final.name}.old")
     shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
     try:
         write(temporary)
         write_json(temporary / MANIFEST, {name: list(sum_of(temporary / name)) for name in _names(temporary)})
@@ -48,6 +49,11 @@ def write_folder(final: Path, write: Callable[[Path], None]) -> None:
     os.replace(temporary, final)
     _sync(final.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def temporary_of(final: Path) -> Path:
+    """Where a folder is while it is written."""
+    return final.with_name(f"{final.name}.tmp")
 
 
 def recover(final: Path) -> None:

@@ -3,11 +3,13 @@
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 from logra.evaluation import EvaluationResult, evaluate
 from logra.model import Policy
-from logra.problems import Mixture, grade_by_task
+from logra.parallel.processes import Processes
+from logra.problems import Mixture, grade_groups
 from logra.rl.batch import Sample
 from logra.rollout.engine import Prompt, RolloutEngine, Sampling
 from logra.run_settings import TrainSettings
@@ -60,8 +62,15 @@ class Evaluation:
 class Evaluator:
     """Draws completions of the held-out problems and summarises their scores."""
 
-    def __init__(self, settings: TrainSettings, policy: Policy, engine: RolloutEngine, mixture: Mixture) -> None:
-        self.engine, self.held_out = engine, mixture.held_out
+    def __init__(
+        self,
+        settings: TrainSettings,
+        policy: Policy,
+        engine: RolloutEngine,
+        mixture: Mixture,
+        processes: Processes | None = None,
+    ) -> None:
+        self.engine, self.held_out, self.processes = engine, mixture.held_out, processes or Processes()
         chosen, rollout = settings.evaluation, settings.rollout
         self.also_greedy = chosen.also_greedy
         self.prompts = [
@@ -80,6 +89,7 @@ class Evaluator:
 
     def __call__(self) -> Evaluation:
         """The policy's scores as it is now."""
+        self.processes.notes("evaluation")
         scored = self._scored(self.prompts, self.sampling)
         by_task: dict[str, list[ScoredSample]] = defaultdict(list)
         for each in scored:
@@ -94,11 +104,13 @@ class Evaluator:
 
     def _scored(self, prompts: list[Prompt], sampling: Sampling) -> list[ScoredSample]:
         samples = self.engine.generate(prompts, sampling, 0)
-        tasks, problems = zip(*(self.held_out[sample.group_id] for sample in samples), strict=True)
-        verdicts = grade_by_task(tasks, problems, samples)
+        by_group = groupby(samples, key=lambda each: each.group_id)
+        groups = [(*self.held_out[group_id], list(members)) for group_id, members in by_group]
+        verdicts = self.processes.shared_out(groups, grade_groups)
         return [
             ScoredSample(task.name, problem, sample, verdict.score)
-            for task, problem, sample, verdict in zip(tasks, problems, samples, verdicts, strict=True)
+            for (task, problem, members), found in zip(groups, verdicts, strict=True)
+            for sample, verdict in zip(members, found, strict=True)
         ]
 
 

@@ -2,7 +2,8 @@
 """Ctrl-C and SIGTERM: a run stops where nothing is half done, saves, and says how to go on.
 
 Between steps the signal is raised at once, and the update that was begun is forgotten. From an update's first weight
-change until it is written down the signal waits.
+change until it is written down the signal waits. With several processes it always waits, until all of them agree at the
+end of what they do together.
 """
 
 import signal
@@ -10,6 +11,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+from logra.parallel.processes import Processes
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -33,7 +36,8 @@ class Interrupted(BaseException):
 class Interruption:
     """Turns signals into `Interrupted`, at once or when it is allowed again."""
 
-    def __init__(self) -> None:
+    def __init__(self, processes: Processes | None = None) -> None:
+        self.processes = processes or Processes()
         self._deferring = False
         self._pending: int | None = None
 
@@ -57,12 +61,15 @@ class Interruption:
     def allow(self) -> None:
         """Everything is whole again; raises if a signal came meanwhile."""
         self._deferring = False
+        if self.processes.count > 1:
+            numbers = [each for each in self.processes.gathered(self._pending) if each is not None]
+            self._pending = numbers[0] if numbers else None
         if self._pending is not None:
             number, self._pending = self._pending, None
             raise Interrupted(number)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._deferring:
+        if self._deferring or self.processes.count > 1:
             self._pending = number
             return
         self._deferring = True  # a second signal does not disturb the saving

@@ -4,16 +4,18 @@
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from logra.collect import Batch
 from logra.kl.controlled_step import ControlledStep
+from logra.kl.looked_at import choose
 from logra.kl.measure import KlMeter
 from logra.kl.step_control import StepControl
 from logra.model import Policy
+from logra.parallel.processes import Processes
 from logra.rl import advantages as advantage_kinds
 from logra.rl import losses
 from logra.rl.advantages import RunningBaseline, groups_with_signal
@@ -22,16 +24,35 @@ from logra.rl.logprobs import CausalModel, TokenLogprobs, token_logprobs
 from logra.run_settings import TrainSettings
 from logra.update_rules import StepReport, UpdateRule, step_size_factor
 
+T = TypeVar("T")
+
 
 @dataclass
 class Tally:
-    """Over the tokens that an update was trained on, in the first pass."""
+    """Over the tokens that an update was trained on, in the first pass; of this process until `everywhere`."""
 
     tokens: int = 0
     entropy: float = 0.0
     reference_kl: float = 0.0
     gaps: list[Tensor] = field(default_factory=list)
     finished: list[Tensor] = field(default_factory=list)
+
+    def everywhere(self, processes: Processes) -> "Tally":
+        """Of all processes together."""
+        total = Tally()
+        for part in processes.gathered(self):
+            total = total.joined(part)
+        return total
+
+    def joined(self, other: "Tally") -> "Tally":
+        """Of both."""
+        return Tally(
+            self.tokens + other.tokens,
+            self.entropy + other.entropy,
+            self.reference_kl + other.reference_kl,
+            self.gaps + other.gaps,
+            self.finished + other.finished,
+        )
 
     def finished_gap(self) -> float | None:
         """Mean of rollout minus trainer log-probability over tokens of responses that ended by themselves."""
@@ -61,15 +82,22 @@ class Learner:
         policy: the model being trained.
         rule: takes the steps.
         reference: the model at start, if `learning.reference_kl` is above 0.
+        processes: that share each update's micro-batches.
 
     Attributes:
         before_step: called before weights change.
     """
 
     def __init__(
-        self, settings: TrainSettings, policy: Policy, rule: UpdateRule, reference: CausalModel | None = None
+        self,
+        settings: TrainSettings,
+        policy: Policy,
+        rule: UpdateRule,
+        reference: CausalModel | None = None,
+        processes: Processes | None = None,
     ) -> None:
         self.settings, self.policy, self.rule, self.reference = settings, policy, rule, reference
+        self.processes = processes or Processes()
         self.baseline = RunningBaseline()
         self.before_step: Callable[[], None] = lambda: None
         several = settings.rollout.samples > 1 and settings.learning.share_prompts
@@ -79,7 +107,7 @@ class Learner:
             # fp32, and in the forward-mode pass a tangent beside each value: a quarter of a micro-batch's tokens.
             tokens = settings.learning.micro_batch_tokens // 4
             meter = KlMeter(policy.causal, settings.rollout.temperature, max_tokens=tokens)
-            self.controlled = ControlledStep(rule, meter, StepControl(settings.method.kl))
+            self.controlled = ControlledStep(rule, meter, StepControl(settings.method.kl), self.processes)
         self.base_rates = [group["lr"] for group in rule.optimizer.param_groups]
         if settings.learning.reference_kl > 0 and reference is None:
             raise ValueError("learning.reference_kl is above 0, but no reference model was given")
@@ -94,7 +122,8 @@ class Learner:
         for turn in range(learning.updates_per_batch):
             for part in self._minibatches(batch, rows):
                 self._set_step_size(update)
-                self._backward(batch, part, advantages, old, tally if turn == 0 else Tally())
+                trained = self._backward(batch, part, advantages, old)
+                tally = tally.joined(trained.everywhere(self.processes)) if turn == 0 else tally
                 if part:
                     reports.append(self._step(batch, part, update, tally, measured))
         metrics = {"samples_trained": len(rows)} | tally.metrics() | measured
@@ -117,8 +146,8 @@ class Learner:
             self.controlled.control.observe(tally.finished_gap())
         count, order = self.controlled.control.settings.responses, list(rows)
         random.Random(f"{self.settings.run.seed} probe {update}").shuffle(order)
-        others = max(1, count // 2)
-        looked_at = collate(batch.samples, order[: count + others], self.policy.pad_id, self.policy.device)
+        place = (self.policy.pad_id, self.policy.device)
+        looked_at = choose(batch.samples, order, count, place, self.processes)
         report, metrics = self.controlled(update, looked_at, self.settings.model.compute, self.before_step)
         assert isinstance(report, StepReport)
         measured |= metrics
@@ -145,20 +174,22 @@ class Learner:
         for part in range(count):
             yield [row for row in rows if int(batch.group_index[row]) % count == part]
 
-    def _backward(
-        self, batch: Batch, rows: list[int], advantages: Tensor, old: dict[int, Tensor], tally: Tally
-    ) -> None:
-        """Add the gradient of one step's loss, micro-batch by micro-batch."""
-        learning, samples = self.settings.learning, batch.samples
+    def _backward(self, batch: Batch, rows: list[int], advantages: Tensor, old: dict[int, Tensor]) -> Tally:
+        """Add the gradient of one step's loss, micro-batch by micro-batch; what this process was given of them."""
+        learning, samples, tally = self.settings.learning, batch.samples, Tally()
         numbers = losses.LossSettings(learning.max_importance, learning.clip_low, learning.clip_high)
         # The divisor counts every completion of the update, those that were skipped included.
         lengths = torch.tensor([len(sample.completion_ids) for sample in samples])
         weights = losses.token_weights(lengths, learning.normalisation, self.settings.rollout.max_tokens)
         weights *= learning.minibatches
         self.policy.model.train()
-        for micro in self._micro_batches(samples, rows):
+        for micro, counts in self._micro_batches(samples, rows):
             part, index = list(micro.rows), micro.sample_index
             scores = self.logprobs(self.policy.causal, micro)
+            if not counts:
+                self._of_reference(micro)
+                (scores.logprobs.sum() * 0.0).backward()
+                continue
             mine = scores.logprobs.detach()
             rollout = torch.cat([torch.tensor(samples[row].rollout_logprobs) for row in part]).to(mine.device)
             tokens = losses.Tokens(
@@ -169,9 +200,8 @@ class Learner:
                 index,
             )
             per_token = losses.KINDS[learning.loss](tokens, numbers)
-            if self.reference is not None:
-                with torch.no_grad():
-                    reference = self.logprobs(self.reference, micro).logprobs
+            reference = self._of_reference(micro)
+            if reference is not None:
                 per_token = per_token + learning.reference_kl * losses.reference_kl_loss(tokens, reference)
                 tally.reference_kl += float(losses.reference_kl_value(mine, reference).sum())
             (per_token * weights[part].to(mine.device)[index]).sum().backward()
@@ -180,25 +210,40 @@ class Learner:
             tally.gaps.append((rollout - tokens.old_logprobs).cpu())  # the engine's doing, not that of earlier steps
             finished = torch.tensor([not samples[row].truncated for row in part])
             tally.finished.append(finished[index.cpu()])
+        return tally
+
+    @torch.no_grad()
+    def _of_reference(self, micro: MicroBatch) -> Tensor | None:
+        return None if self.reference is None else self.logprobs(self.reference, micro).logprobs
 
     @torch.no_grad()
     def _old_logprobs(self, batch: Batch, rows: list[int]) -> dict[int, Tensor]:
         """The trainer's own log-probabilities before the first update on a batch, by row."""
         found: dict[int, Tensor] = {}
-        for micro in self._micro_batches(batch.samples, rows):
+        for micro, _ in self._micro_batches(batch.samples, rows):
             logprobs = self.logprobs(self.policy.causal, micro).logprobs
-            found |= {row: logprobs[micro.sample_index == index] for index, row in enumerate(micro.rows)}
-        return found
+            found |= {row: logprobs[micro.sample_index == index].cpu() for index, row in enumerate(micro.rows)}
+        everywhere = self.processes.gathered(found)
+        return {row: value.to(self.policy.device) for part in everywhere for row, value in part.items()}
 
-    def _micro_batches(self, samples: list[Sample], rows: list[int]) -> Iterator[MicroBatch]:
-        """The rows in micro-batches of `learning.micro_batch_tokens`, prompts shared where that works."""
+    def _micro_batches(self, samples: list[Sample], rows: list[int]) -> Iterator[tuple[MicroBatch, bool]]:
+        """The rows in micro-batches of `learning.micro_batch_tokens`, prompts shared where that works, dealt out to
+        processes; whether each counts: all processes go through as many, so that a last one may be a filler.
+        """
         place, limit = (self.policy.pad_id, self.policy.device), self.settings.learning.micro_batch_tokens
         if self.shares_prompts:
-            for packs in shared_batches(samples, rows, limit):
-                yield collate_shared(samples, packs, *place)
+            packs = list(shared_batches(samples, rows, limit))
+            yield from ((collate_shared(samples, each, *place), counts) for each, counts in self._dealt(packs))
         else:
-            for part in micro_batches(samples, rows, limit):
-                yield collate(samples, part, *place)
+            parts = list(micro_batches(samples, rows, limit))
+            yield from ((collate(samples, each, *place), counts) for each, counts in self._dealt(parts))
+
+    def _dealt(self, parts: list[T]) -> Iterator[tuple[T, bool]]:
+        """Longest first, so that what is computed at one time is of about one length."""
+        mine = self.processes.share(parts)
+        yield from ((part, True) for part in mine)
+        if parts and len(mine) < -(-len(parts) // self.processes.count):
+            yield parts[-1], False
 
     def logprobs(self, causal: CausalModel, micro: MicroBatch) -> TokenLogprobs:
         """As the run computes them: at its temperature, in its compute dtype."""

@@ -225,11 +225,11 @@ def stored_bytes(size: ModelSize, settings: TrainSettings) -> dict[str, int]:
 
 
 def _gathered(size: ModelSize, settings: TrainSettings, device: Device, stage: str) -> dict[str, int]:
-    """What is whole on a device for a while although it is stored in parts; a tied output layer stays to the end."""
+    """What is whole on a device for a while although it is stored in parts; the output layer is, to the end."""
     if device.count == 1:
         return {}
     blocks = 2 * 2 * size.block  # the block at work and the one that is fetched meanwhile, in bf16
-    whole = blocks + (2 * size.head if size.tied or stage != "blocks" else 0)
+    whole = blocks + 2 * size.head
     if stage != "blocks":
         return {"gathered weights": whole}
     if settings.method.name == "logra":

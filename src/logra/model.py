@@ -89,15 +89,15 @@ def on_this_machine(settings: TrainSettings) -> TrainSettings:
     return replace(settings, model=replace(settings.model, compute=chosen_compute(settings.model)))
 
 
-def load_policy(settings: ModelSettings) -> Policy:
-    """Load model and tokenizer.
+def load_policy(settings: ModelSettings, device: str | None = None) -> Policy:
+    """Load model and tokenizer, to the device that the settings mean or to another one.
 
     Raises:
         ValueError: the model is not there or cannot be used; the message says what to do.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    device = chosen_device(settings)
+    device = device or chosen_device(settings)
     place = str(TINY) if settings.name == "tiny" else settings.name
     common: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code}
     try:

@@ -8,7 +8,7 @@ milliseconds by a thread; where the system does not tell, memory is left out.
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -86,6 +86,17 @@ class Phases:
             sampler.finish()
             peak = torch.cuda.max_memory_allocated() if on_gpu else sampler.peak
             self._enter(name, spent, peak, sampler)
+
+    def merged(self, others: Sequence["Phases"]) -> "Phases":
+        """Of several processes: the longest times, the highest peaks, the mean of averages."""
+        found = Phases(self.device)
+        for name in self.seconds:
+            found.seconds[name] = max(each.seconds[name] for each in others)
+            memory = [each.memory[name] for each in others if name in each.memory]
+            if memory:
+                average = sum(each["average_bytes"] for each in memory) // len(memory)
+                found.memory[name] = {"peak_bytes": max(e["peak_bytes"] for e in memory), "average_bytes": average}
+        return found
 
     def _enter(self, name: str, spent: float, peak: int, sampler: _Sampler) -> None:
         before = self.seconds.get(name, 0.0)

@@ -81,8 +81,8 @@ def _on_a_gpu(settings: TrainSettings) -> TrainSettings:
     return replace(settings, model=replace(settings.model, compute=compute))
 
 
-def planned_or_refused(settings: TrainSettings, lengths: Lengths) -> MethodPlan | None:
-    """The plan of a run that is about to begin; None for one so small that it fits anywhere.
+def planned_or_refused(settings: TrainSettings, lengths: Lengths, processes: int = 1) -> MethodPlan | None:
+    """The plan of a run that is about to begin in some processes; None for one so small that it fits anywhere.
 
     Raises:
         ValueError: it cannot fit; the message says by how much and what to change.
@@ -95,7 +95,10 @@ def planned_or_refused(settings: TrainSettings, lengths: Lengths) -> MethodPlan 
     size = model_size(config, settings.method.logra.targets)
     if sum(stored_bytes(size, settings).values()) < PLANNED_FROM_BYTES:
         return None
-    device = Device(1, capacity_here(settings), chosen_device(settings.model))
+    kind, capacity = chosen_device(settings.model), capacity_here(settings)
+    if capacity is not None and kind == "cpu":
+        capacity //= int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+    device = Device(processes, capacity, kind)
     found = plan_method(config, settings, name, lengths, device)
     if device.capacity is not None and not found.fits(device.capacity):
         raise ValueError(_verdict(settings, found, device))

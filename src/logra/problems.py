@@ -132,6 +132,14 @@ def _levels(name: str, settings: TaskSettings, seed: int) -> list[Task]:
     return [make_task(name, settings, seed, knobs) for knobs in settings.levels[name]]
 
 
+def grade_groups(groups: Sequence[tuple[Task, Problem, list[Sample]]]) -> list[list[Verdict]]:
+    """A verdict for each sample of each group."""
+    flat = [(task, problem, sample) for task, problem, samples in groups for sample in samples]
+    tasks, problems, samples = zip(*flat, strict=True)
+    verdicts = iter(grade_by_task(tasks, problems, samples))
+    return [[next(verdicts) for _ in members] for _, _, members in groups]
+
+
 def grade_by_task(tasks: Sequence[Task], problems: Sequence[Problem], samples: Sequence[Sample]) -> list[Verdict]:
     """One verdict a sample; each task sees all its samples of the batch at once, whole groups together."""
     verdicts: dict[int, Verdict] = {}

@@ -11,10 +11,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from logra.durable import damage, recover, write_folder, write_json
+from logra.durable import damage, recover, temporary_of, write_folder, write_json
 from logra.run_settings import TrainSettings, as_plain
 
-STATE = "trainer_state.pt"
+STATE = "trainer_state"
 LOGS = ("metrics.jsonl", "samples.jsonl")
 _PACKAGES = ("logra", "torch", "transformers", "peft", "reasoning-gym", "math-verify", "datasets")
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
@@ -156,6 +156,37 @@ class RunFolder:
             f"everything saved before is intact. Free some space or make the folder writable, then go on from {since} "
             f"with `logra train --resume {self.path}`"
         )
+
+
+class FollowedFolder:
+    """The folder of a run that the first process keeps, for the others: they add their parts and write nothing else."""
+
+    def __init__(self, settings: TrainSettings) -> None:
+        self.path = Path(settings.run.folder)
+
+    def save_model(self, name: str, write: Callable[[Path], None]) -> Path:
+        """Add this process's part to the folder that the first one makes."""
+        write(temporary_of(self.path / name))
+        return self.path / name
+
+    def started(self) -> None:
+        """The first process sees to it."""
+
+    def give_up(self) -> None:
+        """The first process sees to it."""
+
+    def log(self, line: dict[str, Any]) -> None:
+        """The first process does."""
+
+    def log_samples(self, lines: list[dict[str, Any]]) -> None:
+        """The first process does."""
+
+    def latest_checkpoint(self) -> tuple[Path | None, list[str]]:
+        """The first process looks."""
+        return None, []
+
+    def forget_after(self, update: int, evaluated: bool) -> None:
+        """The first process does."""
 
 
 def _holds_a_run(path: Path) -> bool:

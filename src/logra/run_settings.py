@@ -280,6 +280,21 @@ class RunSettings:
 
 
 @dataclass(frozen=True)
+class ParallelSettings:
+    """Several processes, started by `logra train --processes N` or torchrun."""
+
+    shard: int = setting(
+        0, "Processes among which weights are divided, each such group a replica of the others; 0: all.", least=0
+    )
+    timeout: float = setting(
+        1800.0, "Seconds that one process waits for another before the run ends and names it.", least=1.0
+    )
+
+    def __post_init__(self) -> None:
+        check_section(self)
+
+
+@dataclass(frozen=True)
 class TrainSettings:
     """All sections of `logra train`."""
 
@@ -290,6 +305,7 @@ class TrainSettings:
     method: MethodSettings = field(default_factory=MethodSettings)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     run: RunSettings = field(default_factory=RunSettings)
+    parallel: ParallelSettings = field(default_factory=ParallelSettings)
 
     def __post_init__(self) -> None:
         tasks = self.task.names | self.evaluation.names

@@ -13,26 +13,30 @@ from typing import Any
 import torch
 
 from logra.checkpoint import compute_weights, model_card, write_model
+from logra.divide import RolloutCopy, divide
 from logra.evaluator import Evaluator, ScoredSample
+from logra.export_divided import export_divided
 from logra.hub import check_hub, push
 from logra.interruption import Interrupted
 from logra.longest_first import try_longest
 from logra.memory_plan import GIB
 from logra.model import Policy, chosen_compute, chosen_device, load_policy, on_this_machine
+from logra.parallel.processes import Processes, join, leave
 from logra.plan_command import longest_of, planned_or_refused
 from logra.problems import Mixture
 from logra.progress import make_progress
 from logra.rl.logprobs import CausalModel
+from logra.rollout.divided_engine import DividedEngine
 from logra.rollout.engine import RolloutEngine
 from logra.rollout.recorded import RecordingEngine, ReplayEngine
 from logra.rollout.transformers_engine import TransformersEngine
-from logra.run_folder import STATE, RunFolder
-from logra.run_settings import TrainSettings
+from logra.run_folder import STATE, FollowedFolder, RunFolder
+from logra.run_settings import ModelSettings, TrainSettings
 from logra.tracking import Trackers
 from logra.trainer import Trainer
 from logra.trainer_state import inexact_weights, load_state, restore, save_state
 from logra.training_run import TrainingRun
-from logra.update_rules import UpdateRule, add_adapters, make_rule
+from logra.update_rules import LograRule, UpdateRule, add_adapters, make_rule
 
 
 @dataclass(frozen=True)
@@ -52,24 +56,43 @@ class Parts:
     trainer: Trainer
 
     def write(self, folder: Path, run: TrainingRun | None, with_state: bool = False) -> None:
-        """The policy as it is, as an ordinary Hugging Face folder; `with_state` adds what a run goes on from."""
-        settings, update = self.trainer.settings, self.trainer.update
-        # Adapters are merged into a copy; the run goes on with them apart.
-        model = self.policy.model if self.adapted is None else copy.deepcopy(self.adapted).merge_and_unload()
-        weights = compute_weights(model, settings.model.compute, self.rule.computing_weights())
+        """The policy as it is, as an ordinary Hugging Face folder; `with_state` adds what a run goes on from.
+
+        With several processes all of them call it, for one folder that is there.
+        """
+        settings, processes = self.trainer.settings, self.trainer.processes
+        compute, policy = settings.model.compute, self.policy
         standing = {"before": run.standing.before, "now": run.standing.now} if run and run.standing.now else {}
-        exact = inexact_weights(model, weights, self.adapted) if with_state else {}
-        write_model(folder, model, self.policy.tokenizer, weights, model_card(settings, update, standing))
+        card = model_card(settings, self.trainer.update, standing)
+        if processes.count > 1:
+            processes.wait()
+            export_divided(folder, policy.model, policy.tokenizer, compute, card, processes)
+            short = torch.bfloat16 if compute == "bf16" else torch.float32
+            written = {name: short for name, each in policy.model.named_parameters() if each.is_floating_point()}
+        else:
+            # Adapters are merged into a copy; the run goes on with them apart.
+            model = policy.model if self.adapted is None else copy.deepcopy(self.adapted).merge_and_unload()
+            weights = compute_weights(model, compute, self.rule.computing_weights())
+            written = {name: value.dtype for name, value in weights.items()}
+            write_model(folder, model, policy.tokenizer, weights, card)
         if with_state and run is not None:
-            save_state(folder / STATE, run.state(), self.rule.optimizer, exact)
+            exact = inexact_weights(policy.model, written, self.adapted)
+            save_state(folder / STATE, run.state(), self.rule.optimizer, exact, processes)
 
 
-def assemble(settings: TrainSettings, checkpoint: Path | None = None, mixture: Mixture | None = None) -> Parts:
+def assemble(
+    settings: TrainSettings,
+    checkpoint: Path | None = None,
+    mixture: Mixture | None = None,
+    processes: Processes | None = None,
+) -> Parts:
     """Load the model, from a checkpoint of the run if there is one, and build everything around it.
 
     Raises:
         ValueError: model, tasks or settings do not fit; the message says what to do.
     """
+    processes = processes or Processes()
+    settings = on_this_machine(settings)
     torch.manual_seed(settings.run.seed)  # LoRA's first weights; nothing else draws from it
     if chosen_device(settings.model) == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -77,48 +100,107 @@ def assemble(settings: TrainSettings, checkpoint: Path | None = None, mixture: M
     lora = settings.method.name == "lora"
     # A checkpoint of LoRA holds merged weights; its adapters go on beside the weights at start.
     place = settings.model if checkpoint is None or lora else replace(settings.model, name=str(checkpoint))
-    policy = load_policy(place)
-    reference = _reference(settings)
-    adapted = add_adapters(policy.model, settings.method) if lora else None
+    if processes.count > 1:
+        policy, adapted, copied = _in_parts(place, settings, processes)
+    else:
+        policy = load_policy(place)
+        adapted, copied = add_adapters(policy.model, settings.method) if lora else None, None
+    reference = _reference(settings, processes)
     rule = make_rule(policy.model if adapted is None else adapted, settings.method, settings.run.seed)
-    trainer = Trainer(settings, policy, make_engine(settings, policy), rule, reference, mixture)
+    if isinstance(rule, LograRule):
+        rule.optimizer.set_gradient_divide_factor(1.0)  # the loss is divided by the counts of all processes
+    engine = make_engine(settings, policy, copied, processes)
+    trainer = Trainer(settings, policy, engine, rule, reference, mixture, processes)
     return Parts(policy, adapted, rule, trainer)
 
 
-def make_engine(settings: TrainSettings, policy: Policy) -> RolloutEngine:
-    """Rollout in this process, on the policy's own weights."""
+def _in_parts(
+    place: ModelSettings, settings: TrainSettings, processes: Processes
+) -> tuple[Policy, Any, RolloutCopy | None]:
+    """The model divided among processes, peft's wrapper, and the copy that acts; one process of a machine at a time."""
+    compute = settings.model.compute
+    with processes.taking_turns():
+        policy = load_policy(place, "cpu")
+        adapted = add_adapters(policy.model, settings.method) if settings.method.name == "lora" else None
+        copied = RolloutCopy(policy.model, compute, chosen_device(settings.model))
+        divide(policy.causal, processes, compute)
+    return replace(policy, device=chosen_device(settings.model)), adapted, copied
+
+
+def make_engine(
+    settings: TrainSettings,
+    policy: Policy,
+    copied: RolloutCopy | None = None,
+    processes: Processes | None = None,
+) -> RolloutEngine:
+    """Rollout in this process, on the policy's own weights or, where those are divided, on a copy."""
     dtype = torch.bfloat16 if chosen_compute(settings.model) == "bf16" else torch.float32
     ends, rollout = (policy.end_ids, policy.pad_id), settings.rollout
-    engine = TransformersEngine(policy.causal, policy.tokenizer, *ends, dtype, rollout.max_rows)
+    causal = policy.causal if copied is None else CausalModel(copied.model)
+    engine: RolloutEngine = TransformersEngine(causal, policy.tokenizer, *ends, dtype, rollout.max_rows)
+    if copied is not None and processes is not None:
+        engine = DividedEngine(engine, copied, processes)
     if rollout.replay is not None:
         return ReplayEngine(engine, Path(rollout.replay))
-    return RecordingEngine(engine, Path(settings.run.folder) / "batches") if rollout.record else engine
+    records = rollout.record and (processes is None or processes.first)
+    return RecordingEngine(engine, Path(settings.run.folder) / "batches") if records else engine
 
 
-def _reference(settings: TrainSettings) -> CausalModel | None:
+def _reference(settings: TrainSettings, processes: Processes) -> CausalModel | None:
     """The model at start, computing as the policy does."""
     if not settings.learning.reference_kl:
         return None
-    model = load_policy(replace(settings.model, gradient_checkpointing=False)).causal
+    place = replace(settings.model, gradient_checkpointing=False)
+    if processes.count > 1:
+        with processes.taking_turns():
+            model = load_policy(place, "cpu").causal
+            divide(model, processes, settings.model.compute)
+    else:
+        model = load_policy(place).causal
     model.model.requires_grad_(False).eval()
     return model
 
 
 def train(settings: TrainSettings, resume: bool = False) -> int:
     """Train, and save the model; 0 if all updates asked for were done, or a score asked for was reached."""
-    settings = on_this_machine(settings)
+    processes = join(chosen_device(settings.model), settings.parallel.timeout, settings.parallel.shard)
+    with processes.only_first_talks():
+        try:
+            code = _train(processes.told(on_this_machine(settings)), resume, processes)
+        except RuntimeError as error:
+            if processes.count == 1:
+                raise
+            sys.stderr.write(_lost(error, processes))
+            code = 1
+        else:
+            leave(processes)
+    return code
+
+
+def _lost(error: RuntimeError, processes: Processes) -> str:
+    """What to say when the processes can no longer go on together."""
+    what = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    lines = "".join(f"\n  {line}" for line in processes.what_each_was_doing())
+    return (
+        f"logra: process {processes.place} cannot go on ({what}). One of the processes ended, hangs, or failed; what "
+        f"each was doing:{lines}\nWhat was saved is intact; go on with `logra train --resume`.\n"
+    )
+
+
+def _train(settings: TrainSettings, resume: bool, processes: Processes) -> int:
     if settings.run.push_to_hub is not None:
         check_hub(settings.run.push_to_hub)
     mixture = Mixture(settings)  # data and golds are checked before a model loads
     lengths = longest_of(settings, [problem for _, problem in mixture.held_out])
-    planned = planned_or_refused(settings, lengths)
-    folder = RunFolder(settings, resume)
+    planned = processes.told(planned_or_refused(settings, lengths, processes.count) if processes.first else None)
+    folder = RunFolder(settings, resume) if processes.first else FollowedFolder(settings)
+    processes.notes("loading the model")
     try:
-        checkpoint = _checkpoint(folder) if resume else None
-        parts = assemble(settings, checkpoint, mixture)
+        checkpoint = processes.told(_checkpoint(folder) if resume else None)
+        parts = assemble(settings, checkpoint, mixture, processes)
         if settings.run.probe_longest:
             try_longest(parts.trainer.learn, lengths)
-        trackers = Trackers(settings.run.trackers, settings)
+        trackers = Trackers(settings.run.trackers if processes.first else [], settings)
     except BaseException:
         folder.give_up()
         raise
@@ -126,7 +208,10 @@ def train(settings: TrainSettings, resume: bool = False) -> int:
     progress = make_progress(settings.run.updates)
 
     def save(name: str) -> Path:
-        return folder.save_model(name, lambda path: parts.write(path, run, name.startswith("checkpoint")))
+        processes.notes(f"writing {name}")
+        with_state = name.startswith("checkpoint")
+        processes.all_or_none(lambda: folder.save_model(name, lambda path: parts.write(path, run, with_state)))
+        return folder.path / name
 
     run = TrainingRun(parts.trainer, folder, progress, save, trackers)
     if resume:
@@ -144,12 +229,12 @@ def train(settings: TrainSettings, resume: bool = False) -> int:
     with run.interruption.watching():
         run.interruption.defer()  # all updates are done: what is left is to save them
         code = _finish(folder, parts, run, save, reason)
-    if planned is not None:
+    if planned is not None and processes.first:
         sys.stdout.write(f"memory: planned {planned.peak.total / GIB:.2f} GiB, {_measured_memory(folder)}\n")
     return code
 
 
-def _measured_memory(folder: RunFolder) -> str:
+def _measured_memory(folder: RunFolder | FollowedFolder) -> str:
     """The highest peak of all updates, as the metrics have it."""
     lines = [json.loads(line) for line in (folder.path / "metrics.jsonl").read_text().splitlines()]
     peaks = [(each["peak_bytes"], name) for line in lines for name, each in line.get("memory", {}).items()]
@@ -159,7 +244,7 @@ def _measured_memory(folder: RunFolder) -> str:
     return f"measured {peak / GIB:.2f} GiB (in {name}; on a CPU, of the whole process)"
 
 
-def _checkpoint(folder: RunFolder) -> Path | None:
+def _checkpoint(folder: RunFolder | FollowedFolder) -> Path | None:
     """The checkpoint to go on from; None for the beginning."""
     found, wrong = folder.latest_checkpoint()
     for each in wrong:
@@ -173,19 +258,21 @@ def _checkpoint(folder: RunFolder) -> Path | None:
     return found
 
 
-def _go_on(folder: RunFolder, checkpoint: Path | None, parts: Parts, run: TrainingRun) -> None:
+def _go_on(folder: RunFolder | FollowedFolder, checkpoint: Path | None, parts: Parts, run: TrainingRun) -> None:
     """Put everything back as it was at the checkpoint."""
     if checkpoint is None:
         folder.forget_after(-1, False)
         return
-    state = load_state(checkpoint / STATE)
+    state = load_state(checkpoint / STATE, parts.trainer.processes)
     restore(state, parts.policy.model if parts.adapted is None else parts.adapted, parts.rule.optimizer)
     run.load(state["numbers"])
     run.saved_update = parts.trainer.update
     folder.forget_after(parts.trainer.update, run.standing.now.get("update") == parts.trainer.update)
 
 
-def _finish(folder: RunFolder, parts: Parts, run: TrainingRun, save: Callable[[str], Path], reason: str | None) -> int:
+def _finish(
+    folder: RunFolder | FollowedFolder, parts: Parts, run: TrainingRun, save: Callable[[str], Path], reason: str | None
+) -> int:
     """Save what is left to save, and say what was done."""
     asked, update = run.settings.run, parts.trainer.update
     if asked.save_every and update > run.saved_update:
@@ -194,7 +281,7 @@ def _finish(folder: RunFolder, parts: Parts, run: TrainingRun, save: Callable[[s
     if reason is not None:
         sys.stdout.write(f"ended after update {update} of {asked.updates}: {reason}\n")
     sys.stdout.write(f"model: {where}\nmetrics: {folder.path / 'metrics.jsonl'}\n")
-    if asked.push_to_hub is not None:
+    if asked.push_to_hub is not None and parts.trainer.processes.first:
         sys.stdout.write(f"sent to {push(where, asked.push_to_hub)}\n")
     return 0 if update >= asked.updates or run.reached else 1
 

@@ -9,6 +9,7 @@ from logra.evaluator import Evaluator
 from logra.learner import Learner
 from logra.metrics import update_line
 from logra.model import Policy, on_this_machine
+from logra.parallel.processes import Processes
 from logra.phases import Phases
 from logra.problems import Mixture
 from logra.rl.logprobs import CausalModel
@@ -35,6 +36,7 @@ class Trainer:
         rule: changes the weights.
         reference: the model at start, if `learning.reference_kl` is above 0.
         mixture: of the same settings, if it has been made already.
+        processes: that share the work; all of them call everything here, in the same order.
     """
 
     def __init__(
@@ -45,13 +47,15 @@ class Trainer:
         rule: UpdateRule,
         reference: CausalModel | None = None,
         mixture: Mixture | None = None,
+        processes: Processes | None = None,
     ) -> None:
         settings = on_this_machine(settings)
         self.settings, self.policy, self.rule = settings, policy, rule
+        self.processes = processes or Processes()
         self.mixture = mixture or Mixture(settings)
-        self.evaluate = Evaluator(settings, policy, engine, self.mixture)
-        self.collect = Collector(settings, policy, engine, self.mixture)
-        self.learn = Learner(settings, policy, rule, reference)
+        self.evaluate = Evaluator(settings, policy, engine, self.mixture, self.processes)
+        self.collect = Collector(settings, policy, engine, self.mixture, self.processes)
+        self.learn = Learner(settings, policy, rule, reference, self.processes)
         self.update = 0
 
     def train_update(self) -> Update:
@@ -59,8 +63,10 @@ class Trainer:
         self.update += 1
         phases = Phases(self.policy.device)
         batch = self.collect(self.update, phases)
+        self.processes.notes(f"learning of update {self.update}")
         with phases.phase("learning"):
             learned = self.learn(batch, self.update)
+        phases = phases.merged(self.processes.gathered(phases))
         return Update(update_line(self.update, batch, learned, phases, self.mixture), batch)
 
     def state(self) -> dict[str, Any]:

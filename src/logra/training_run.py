@@ -69,7 +69,7 @@ class TrainingRun:
         self.record, self.progress, self.save, self.trackers = record, progress, save, trackers
         self.alarms = Alarms(self.settings.run)
         self.standing = Standing()
-        self.interruption = Interruption()
+        self.interruption = Interruption(trainer.processes)
         self.reached = False  # evaluation.stop_at
         self.saved_update = 0
         trainer.learn.before_step = self.interruption.defer
@@ -116,7 +116,7 @@ class TrainingRun:
         """One update, written down and shown; a signal before its first weight change undoes it."""
         before = copy.deepcopy(self.state())
         try:
-            update = self.trainer.train_update()
+            update = self.trainer.train_update()  # with several processes, a signal waits until it is over
             self.interruption.defer()
         except Interrupted:
             self.load(before)
@@ -137,6 +137,7 @@ class TrainingRun:
         phases = Phases(self.trainer.policy.device)
         with phases.phase("evaluation"):
             found = self.trainer.evaluate()
+        phases = phases.merged(self.trainer.processes.gathered(phases))
         self.interruption.defer()
         scores, update, standing = found.scores(), self.trainer.update, self.standing
         line = {"update": update, "evaluation": scores, "seconds": phases.seconds, "memory": phases.memory}

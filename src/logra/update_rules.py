@@ -15,6 +15,7 @@ from logra.config import DEFAULT_TARGETS
 from logra.kl.displacement import DenseDisplacement, Displacement, LowRankDisplacement
 from logra.optim.optimizer import LograOptimizer
 from logra.optim.others import put_back, values_after
+from logra.parallel.rows import exchanged, whole
 from logra.run_settings import MethodSettings
 
 
@@ -143,7 +144,7 @@ class DenseRule:
         if self._proposed is None:
             raise RuntimeError("there is nothing to apply: call propose() first, once for each apply()")
         for index, parameter in enumerate(self.trained):
-            parameter.data = self._proposed.values(index, alpha)
+            exchanged(parameter, self._proposed.values(index, alpha))
         return self._done(True)
 
     def skip(self) -> StepReport:
@@ -164,7 +165,7 @@ class DenseRule:
         return {}
 
     def _clip(self) -> bool:
-        self._norm = float(torch.nn.utils.clip_grad_norm_(self.trained, self.max_norm))
+        self._norm = float(whole(torch.nn.utils.clip_grad_norm_(self.trained, self.max_norm)))
         return math.isfinite(self._norm)
 
     def _done(self, applied: bool) -> StepReport:

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from logra.kl.displacement import Displacement
+from logra.kl.looked_at import LookedAt
 from logra.kl.measure import KlMeter, Snapshot
 from logra.kl.step_control import VERIFY_TRIES, StepControl
-from logra.rl.batch import MicroBatch
+from logra.parallel.processes import Processes
 
 LONGEST_JVP_MIB = 512.0  # of attention scores; for longer responses "auto" takes the secant
 
@@ -57,21 +58,24 @@ class ControlledStep:
         rule: proposes and applies.
         meter: measures on the policy.
         control: budgets.
+        processes: each measures on its share of the responses; all of them decide alike, from sums over all.
     """
 
-    def __init__(self, rule: TwoPhaseRule, meter: KlMeter, control: StepControl) -> None:
+    def __init__(
+        self, rule: TwoPhaseRule, meter: KlMeter, control: StepControl, processes: Processes | None = None
+    ) -> None:
         self.rule, self.meter, self.control = rule, meter, control
+        self.processes = processes or Processes()
         self._estimator = control.settings.estimator
 
     def __call__(
-        self, update: int, looked_at: MicroBatch, compute: str, before_apply: Callable[[], None]
+        self, update: int, looked_at: LookedAt, compute: str, before_apply: Callable[[], None]
     ) -> tuple[Any, dict[str, Any]]:
         """One step; what the rule reports, and metrics.
 
         Args:
             update: number of the update, from 1, for the schedule.
-            looked_at: responses of the batch; the first `kl.responses` of them, the probe, size the step, and its KL
-                is measured on the others as well.
+            looked_at: responses of the batch.
             compute: "bf16" if the run computes under autocast; then its floor is measured too.
             before_apply: called before weights or moments change.
         """
@@ -82,32 +86,37 @@ class ControlledStep:
         if displacement is None:
             return self.rule.skip(), metrics
         start = time.perf_counter()
-        before = self.meter.snapshot(looked_at, displacement)
-        probe = before.first(self.control.settings.responses)
-        sizing = self._size(update, probe, displacement)
+        before = self.meter.snapshot(looked_at.batch, displacement)
+        probe = before.first(looked_at.probe)
+        sizing = self._size(update, probe, displacement, looked_at)
         metrics |= {"predicted_kl": sizing.predicted, "alpha": sizing.alpha, "verified_kl": sizing.verified}
         seconds = time.perf_counter() - start
         if sizing.alpha is None:
             return self.rule.skip(), metrics | {"kl_seconds": seconds}
         report = self.rule.apply(sizing.alpha)
         start = time.perf_counter()
-        now, positions = self.meter.snapshot(looked_at), len(probe.hidden)
+        now = self.meter.snapshot(looked_at.batch)
         realised = self.meter.between(before, now)
         metrics["predicted_kl_of_step"] = sizing.predicted * sizing.alpha**2
-        metrics |= {"realised_kl": float(realised[:positions].mean()), "realised_kl_p95": _p95(realised[:positions])}
-        metrics["realised_kl_others"] = float(realised[positions:].mean()) if len(realised) > positions else None
+        on_probe = looked_at.of_probe(realised)
+        metrics |= {"realised_kl": self._mean(on_probe), "realised_kl_p95": self._p95(on_probe)}
+        metrics["realised_kl_others"] = self._mean(looked_at.of_others(realised))
         if compute == "bf16":
-            metrics["kl_compute"] = float(self.meter.floor_of_compute(now.first(len(probe.batch.rows))).mean())
+            floor = self.meter.floor_of_compute(now.first(looked_at.probe))
+            metrics["kl_compute"] = self._mean(looked_at.of_probe(floor))
         return report, metrics | {"kl_seconds": seconds + time.perf_counter() - start}
 
-    def _size(self, update: int, before: Snapshot, displacement: Displacement) -> Sizing:
-        predicted = float(self._predict(before, displacement).mean())
+    def _size(self, update: int, before: Snapshot, displacement: Displacement, looked_at: LookedAt) -> Sizing:
+        predicted = self._mean(looked_at.of_probe(self._predict(before, displacement)))
+        assert predicted is not None
         alpha = self.control.alpha(predicted, update)
         if alpha is None or not self.control.settings.verify or predicted == 0:
             return Sizing(alpha, predicted, None)
         limit = self.control.effective(update)
         for _ in range(VERIFY_TRIES):
-            measured = float(self.meter.exact(before, displacement.at(alpha, as_stored=True)).mean())
+            found = self.meter.exact(before, displacement.at(alpha, as_stored=True))
+            measured = self._mean(looked_at.of_probe(found))
+            assert measured is not None
             if not math.isfinite(measured):
                 alpha *= 0.1
             elif measured <= limit:
@@ -137,9 +146,16 @@ class ControlledStep:
 
     def _wants_jvp(self, before: Snapshot, displacement: Displacement) -> bool:
         """The derivative costs three forwards, the secant one; where the KL is verified as well, that is enough."""
-        exact = not self.control.settings.verify and displacement.differentiable
+        exact = not self.control.settings.verify and displacement.differentiable and self.processes.count == 1
         return exact and self.meter.jvp_mib(before.batch) <= LONGEST_JVP_MIB
 
+    def _mean(self, values: Tensor) -> float | None:
+        """Over the positions of all processes; None if there are none."""
+        total, count = self.processes.summed(
+            torch.stack([values.sum(), values.new_tensor(float(len(values)))])
+        ).tolist()
+        return total / count if count else None
 
-def _p95(values: Tensor) -> float:
-    return float(values.sort().values[int(0.95 * (len(values) - 1))])
+    def _p95(self, values: Tensor) -> float:
+        everywhere = torch.cat([each.cpu() for each in self.processes.gathered(values.cpu())])
+        return float(everywhere.sort().values[int(0.95 * (len(everywhere) - 1))])

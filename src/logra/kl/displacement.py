@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from logra.optim.merge import LayerStep, formed
 from logra.optim.proposal import LayerProposal, Proposal
 from logra.optim.storage import WeightStorage
+from logra.parallel.rows import Rows, exchanged, local
 from logra.sketch.layer_sketch import plain_linear
 
 
@@ -47,8 +48,8 @@ class Displacement(Protocol):
 class LowRankShift:
     """The forward of a selected layer after `scale` times its step: an ordinary product and two thin ones."""
 
-    def __init__(self, step: LayerStep, scale: Tensor | float) -> None:
-        self.step, self.scale = step, scale
+    def __init__(self, step: LayerStep, rows: Rows, scale: Tensor | float) -> None:
+        self.step, self.rows, self.scale = step, rows, scale
 
     def __call__(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """[..., in_features] -> [..., out_features], in the dtype of `inputs`."""
@@ -56,7 +57,8 @@ class LowRankShift:
         plain = plain_linear(inputs, weight, None)
         with torch.autocast(inputs.device.type, enabled=False):
             reduced = inputs @ step.projection_integers.to(dtype).T
-            move = (reduced @ step.factors.to(dtype).T) * step.scales.to(dtype)
+            factors, scales = self.rows.whole(step.factors), self.rows.whole(step.scales)
+            move = (reduced @ factors.to(dtype).T) * scales.to(dtype)
             if step.decay_factor != 1.0:
                 move = move + plain * (1.0 - step.decay_factor)
             shifted = plain - self.scale * move
@@ -71,7 +73,7 @@ class FormedShift:
 
     def __call__(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """[..., in_features] -> [..., out_features], in the dtype of `inputs`."""
-        return plain_linear(inputs, formed(self.storage, self.step), bias)
+        return plain_linear(inputs, self.storage.layer.rows.whole(formed(self.storage, self.step)), bias)
 
 
 Shift = LowRankShift | FormedShift
@@ -108,7 +110,8 @@ class LowRankDisplacement:
             raise NotImplementedError(
                 "AdamW's step on other parameters has no forward-mode derivative here; use secant"
             )
-        with self._shifted([(each, None if s is None else LowRankShift(s, scale)) for each, s in self._unit]):
+        shifts = [(each, None if s is None else LowRankShift(s, each.layer.rows, scale)) for each, s in self._unit]
+        with self._shifted(shifts):
             yield
 
     def moves(self, parameter: nn.Parameter) -> bool:
@@ -121,7 +124,7 @@ class LowRankDisplacement:
         if unit is None:
             return None
         if not as_stored or storage.kind == "fp32":
-            return LowRankShift(unit, alpha)
+            return LowRankShift(unit, proposed.layer.rows, alpha)
         step = self.proposal.step_of(proposed, alpha)
         return None if step is None else FormedShift(storage, step)
 
@@ -147,27 +150,27 @@ class DenseDisplacement:
     differentiable = False
 
     def __init__(self, parameters: Sequence[nn.Parameter], after: Sequence[Tensor]) -> None:
-        self.parameters, self.after = list(parameters), list(after)
+        self.parameters, self.after = list(parameters), [local(value) for value in after]
         self._ids = {id(parameter) for parameter in parameters}
 
     def values(self, index: int, alpha: float) -> Tensor:
-        """A parameter's value after `alpha` times the change; the very values of `after` at 1."""
+        """What is held here of a parameter after `alpha` times the change; the very values of `after` at 1."""
         if alpha == 1.0:
             return self.after[index]
-        before = self.parameters[index].detach()
+        before = local(self.parameters[index])
         return torch.add(before, self.after[index] - before, alpha=alpha)
 
     @contextmanager
     def at(self, alpha: float, as_stored: bool = False) -> Iterator[None]:
         """The model after `alpha` times the change; it is stored as it is computed."""
-        before = [parameter.data for parameter in self.parameters]
+        before = []
         try:
             for index, parameter in enumerate(self.parameters):
-                parameter.data = self.values(index, alpha)
+                before.append(exchanged(parameter, self.values(index, alpha)))
             yield
         finally:
-            for parameter, value in zip(self.parameters, before, strict=True):
-                parameter.data = value
+            for parameter, value in zip(self.parameters, before, strict=False):
+                exchanged(parameter, value)
 
     def along(self, scale: Tensor) -> AbstractContextManager[None]:
         """Not for dense changes.

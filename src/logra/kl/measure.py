@@ -13,6 +13,7 @@ Source: section 2.4 of the design.
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,25 +22,35 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from logra.kl.displacement import Displacement
 from logra.optim.factors import exact_products
+from logra.parallel.rows import whole
 from logra.rl.batch import MicroBatch
 from logra.rl.logprobs import BLOCK_MIB, LOGIT_MIB, CausalModel, row_slices
 
+SHORT = (torch.bfloat16, torch.float16)
 SECANT_STEP = 0.1  # of the proposal: small against its curvature, large against the rounding of fp32 logits
 
 
 @contextmanager
 def exactly(model: nn.Module) -> Iterator[None]:
     """No gradients, evaluation mode, autocast and fast fp32 paths off; parameters shorter than fp32 widened for the
-    call of the module that holds them, embeddings afterwards.
+    call of the module that holds them, embeddings afterwards. Of what processes hold in parts in fp32 and gather in
+    bf16 to compute, the fp32 values are gathered for that call.
     """
     device = next(model.parameters()).device.type
     was_training, handles = model.training, []
+    in_parts = {
+        (id(module), name): parameter
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if hasattr(parameter, "device_mesh") and parameter.dtype == torch.float32
+    }
 
     def widened(module: nn.Module, _: Any) -> None:
-        for parameter in module.parameters(recurse=False):
-            if parameter.dtype in (torch.bfloat16, torch.float16):
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.dtype in SHORT:
                 kept.append((parameter, parameter.data))
-                parameter.data = parameter.data.to(torch.float32)
+                held = in_parts.get((id(module), name))
+                parameter.data = parameter.data.to(torch.float32) if held is None else whole(held)
 
     def restored(module: nn.Module, _: Any, output: Any) -> Any:
         own = {id(parameter) for parameter in module.parameters(recurse=False)}
@@ -49,14 +60,15 @@ def exactly(model: nn.Module) -> Iterator[None]:
         return output
 
     def widened_output(module: nn.Module, _: Any, output: Tensor) -> Tensor:
-        return output.to(torch.float32) if output.dtype in (torch.bfloat16, torch.float16) else output
+        return output.to(torch.float32) if output.dtype in SHORT else output
 
     kept: list[tuple[nn.Parameter, Tensor]] = []
-    has_short = any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in model.parameters())
+    has_short = bool(in_parts) or any(parameter.dtype in SHORT for parameter in model.parameters())
     for module in model.modules() if has_short else ():
-        if isinstance(module, nn.Embedding):
+        held_wide = any((id(module), name) in in_parts for name, _ in module.named_parameters(recurse=False))
+        if isinstance(module, nn.Embedding) and not held_wide:
             handles.append(module.register_forward_hook(widened_output))
-        elif any(True for _ in module.parameters(recurse=False)) and "forward" not in module.__dict__:
+        elif any(True for _ in module.parameters(recurse=False)) and (held_wide or "forward" not in module.__dict__):
             handles.append(module.register_forward_pre_hook(widened))
             handles.append(module.register_forward_hook(restored, always_call=True))
     model.eval()
@@ -73,24 +85,30 @@ def exactly(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class HeadWeights:
-    """The output layer as it was, where a step changes it; shared with the model where not."""
+    """The output layer as it was, where a step changes it; weight None where not."""
 
     weight: Tensor | None
     bias: Tensor | None
 
-    def logits(self, causal: CausalModel, hidden: Tensor) -> Tensor:
-        """[positions, vocabulary] from hidden states [positions, hidden]."""
-        if self.weight is None:
-            return present_logits(causal, hidden)
-        return causal.finished(_product(hidden, self.weight, self.bias))
+
+ToLogits = Callable[[Tensor], Tensor]
 
 
-def present_logits(causal: CausalModel, hidden: Tensor) -> Tensor:
-    """[positions, vocabulary] of the model as it is."""
+def present_logits(causal: CausalModel) -> ToLogits:
+    """From hidden states [positions, hidden] to logits [positions, vocabulary] of the model as it is."""
     head = causal.head
-    if type(head) is nn.Linear and "forward" not in head.__dict__:
-        return causal.finished(_product(hidden, head.weight, head.bias))
-    return causal.logits(hidden)
+    if type(head) is not nn.Linear or "forward" in head.__dict__:
+        return causal.logits
+    return logits_of(causal, HeadWeights(whole(head.weight), None if head.bias is None else whole(head.bias)))
+
+
+def logits_of(causal: CausalModel, head: HeadWeights, present: ToLogits | None = None) -> ToLogits:
+    """Likewise with the output layer as it was; `present` is what it is now."""
+    weight = head.weight
+    if weight is None:
+        assert present is not None
+        return present
+    return lambda hidden: causal.finished(_product(hidden, weight, head.bias))
 
 
 def _product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -147,7 +165,7 @@ class KlMeter:
         head = HeadWeights(None, None)
         if displacement is not None and displacement.moves(weight):
             bias = getattr(self.causal.head, "bias", None)
-            head = HeadWeights(weight.detach().clone(), None if bias is None else bias.detach().clone())
+            head = HeadWeights(whole(weight).clone(), None if bias is None else whole(bias).clone())
         with exactly(self.causal.model):
             return Snapshot(batch, self._states(batch), head)
 
@@ -162,8 +180,11 @@ class KlMeter:
             return self._from(before, now.hidden)
 
     def _from(self, before: Snapshot, hidden: Tensor) -> Tensor:
+        present = present_logits(self.causal)
+        earlier = logits_of(self.causal, before.head, present)
+
         def of_chunk(old: Tensor, new: Tensor) -> Tensor:
-            return _kl(before.head.logits(self.causal, old), present_logits(self.causal, new), self.temperature)
+            return _kl(earlier(old), present(new), self.temperature)
 
         return self._chunks(before.hidden, hidden, of_chunk)
 
@@ -187,10 +208,10 @@ class KlMeter:
         with exactly(self.causal.model), forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
             zero, one = torch.zeros((), device=device), torch.ones((), device=device)
             with displacement.along(forward_ad.make_dual(zero, one)):
-                hidden = self._states(before.batch)
+                hidden, present = self._states(before.batch), present_logits(self.causal)
 
                 def of_chunk(_: Tensor, moving: Tensor) -> Tensor:
-                    logits = forward_ad.unpack_dual(present_logits(self.causal, moving))
+                    logits = forward_ad.unpack_dual(present(moving))
                     if logits.tangent is None:
                         return torch.zeros(len(moving), dtype=torch.float64, device=device)
                     return _half_variance(logits.primal, logits.tangent, self.temperature)
@@ -199,11 +220,12 @@ class KlMeter:
 
     def _secant(self, before: Snapshot, displacement: Displacement) -> Tensor:
         with exactly(self.causal.model), displacement.at(SECANT_STEP):
-            hidden = self._states(before.batch)
+            hidden, present = self._states(before.batch), present_logits(self.causal)
+            earlier = logits_of(self.causal, before.head, present)
 
             def of_chunk(old: Tensor, new: Tensor) -> Tensor:
-                start = before.head.logits(self.causal, old)
-                slope = (present_logits(self.causal, new) - start) / SECANT_STEP
+                start = earlier(old)
+                slope = (present(new) - start) / SECANT_STEP
                 return _half_variance(start, slope, self.temperature)
 
             return self._chunks(before.hidden, hidden, of_chunk)
@@ -216,12 +238,13 @@ class KlMeter:
         return 2 * 4 * lines * int(heads) * width**2 / 2**20
 
     def _states(self, batch: MicroBatch) -> Tensor:
-        """[N, hidden], some responses at a time."""
+        """[N, hidden], some responses at a time; with processes, as often in each of them."""
         lines, width = batch.input_ids.shape
         size = max(1, self.max_tokens // width)
+        states = partial(self.causal.within, self.causal.states)
         if size >= lines:
-            return self.causal.states(batch)
-        return torch.cat([self.causal.states(batch.lines(first, first + size)) for first in range(0, lines, size)])
+            return states(batch)
+        return torch.cat([states(batch.lines(first, first + size)) for first in range(0, lines, size)])
 
     def _chunks(self, first: Tensor, second: Tensor, of_chunk: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         slices = row_slices((len(first), self.causal.vocabulary), self.logit_mib, 8)  # fp32 logits of both

@@ -120,6 +120,8 @@ def update_square_norm(factors: Tensor, scales: Tensor, projection_gram: Tensor)
         scales: fp64 [out_features].
         projection_gram: G, fp32 [rank, rank].
     """
+    if not len(scales):
+        return scales.new_zeros(())
     largest = scales.abs().amax().clamp_min(torch.finfo(torch.float64).tiny)
     scaled = factors.to(torch.float32) * (scales / largest).to(torch.float32)[:, None]
     return ((scaled @ projection_gram) * scaled).sum(dtype=torch.float64) * largest.square()

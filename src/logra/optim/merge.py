@@ -9,6 +9,7 @@ from torch import Tensor
 
 from logra.optim.factors import integer_product, product_operand
 from logra.optim.storage import Block, WeightStorage
+from logra.parallel.rows import Holders
 
 BLOCK_ELEMENTS = {"cpu": 1 << 19}  # of a block: what stays in a processor's cache
 OTHER_BLOCK_ELEMENTS = 1 << 24  # elsewhere: few large kernels
@@ -20,9 +21,9 @@ class LayerStep:
     """The step of one weight, as trainer and replica both hold it; every number is final.
 
     Attributes:
-        factors: Q, int8 or int16 [out_features, rank].
+        factors: Q, int8 or int16 [rows held, rank].
         projection_integers: B, int8 [rank, in_features].
-        scales: fp32 [out_features]: alpha, f, row factor, integer step and clipping in one, made once.
+        scales: fp32 [rows held]: alpha, f, row factor, integer step and clipping in one, made once.
         decay_factor: what W is multiplied by first, an fp32 number; 1 for none.
         update: number of the update, which keys the rounding bits.
     """
@@ -51,6 +52,7 @@ class LayerStep:
 @dataclass
 class RealisedShare:
     """Projections of a change on the intended one, summed over blocks and layers; as tensors, so nothing waits.
+    Each process counts the rows it holds; `summed` adds those of the others.
 
     Of a weight with many blocks every eighth is measured, others at each update.
     """
@@ -63,6 +65,10 @@ class RealisedShare:
     def zero(cls, device: torch.device) -> "RealisedShare":
         """Nothing counted yet."""
         return cls(*(torch.zeros((), dtype=torch.float64, device=device) for _ in range(3)))
+
+    def summed(self, holders: Holders) -> "RealisedShare":
+        """Over all rows."""
+        return RealisedShare(*holders.summed(torch.stack([self.intended, self.stored, self.compute])).unbind())
 
     def add(self, before: Block, intended: Tensor, after: Block) -> None:
         """Count one block: how much of `intended` arrived in the stored and in the computing weight."""
@@ -80,19 +86,19 @@ def row_blocks(rows: int, columns: int, device_type: str) -> list[range]:
 
 
 def formed(storage: WeightStorage, step: LayerStep) -> Tensor:
-    """The weight that computes after the step, [out_features, in_features], bit for bit as `merge` would leave it."""
-    blocks = row_blocks(storage.layer.out_features, storage.layer.in_features, step.factors.device.type)
+    """Rows held here of the weight that computes after the step, [rows held, in_features], as `merge` leaves them."""
+    blocks = row_blocks(len(storage.layer.rows.mine), storage.layer.in_features, step.factors.device.type)
     parts = []
     for rows in blocks:
         move = step.move(rows)
         after = storage.rounded(rows, torch.sub(step.decayed(storage.read(rows).stored), move, out=move), step.update)
         parts.append(after.stored if after.compute is None else after.compute)
-    return torch.cat(parts)
+    return torch.cat(parts) if parts else storage.layer.rows_view
 
 
 def merge(storage: WeightStorage, step: LayerStep, share: RealisedShare | None = None) -> None:
     """Apply one step in place. Call it inside `exact_products`; the bits do not depend on the blocking."""
-    blocks = row_blocks(storage.layer.out_features, storage.layer.in_features, step.factors.device.type)
+    blocks = row_blocks(len(storage.layer.rows.mine), storage.layer.in_features, step.factors.device.type)
     period = min(SHARE_PERIOD, len(blocks))
     for index, rows in enumerate(blocks):
         before = storage.read(rows)

@@ -14,7 +14,6 @@ step comes in two phases, `propose()` and then `apply(alpha)` or `discard()`.
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,34 +23,14 @@ from logra.config import LograSettings
 from logra.optim.factors import check_exact, exact_products
 from logra.optim.merge import RealisedShare, merge
 from logra.optim.others import others_of, put_back, refuse_short_others, values_after
-from logra.optim.proposal import Proposal, make_proposal
+from logra.optim.proposal import AppliedUpdate, Proposal, make_proposal
 from logra.optim.storage import make_storages
+from logra.parallel.rows import Holders, local, refuse_undivided
 from logra.sketch.hooks import Sketches, attach
 from logra.sketch.projection import KINDS
 
 STATE_FORMAT = 1
 FIXED = ("rank", "projection", "step_size", "rule", "dithered_copy", "others", "seed")
-
-
-@dataclass(frozen=True)
-class AppliedUpdate:
-    """What a step did.
-
-    Attributes:
-        update: its number, from 1.
-        norm: ||alpha f D A|| over all selected weights.
-        sketch_norm: norm of all gradients together before clipping.
-        realised_stored: share of the step that arrived in the stored weights (projection on the intended step).
-        realised_compute: the same for the weights that bf16 compute uses.
-        skip_reason: why nothing was changed, or None.
-    """
-
-    update: int
-    norm: float
-    sketch_norm: float
-    realised_stored: float | None = None
-    realised_compute: float | None = None
-    skip_reason: str | None = None
 
 
 class LograOptimizer(torch.optim.Optimizer):
@@ -80,8 +59,9 @@ class LograOptimizer(torch.optim.Optimizer):
         self.settings = (settings or LograSettings()).with_changes(**changes)
         s = self.settings
         check_exact(s.factor_bits, s.rank, KINDS[s.projection].max_entry)
-        _refuse_several_processes()
-        self.sketches: Sketches = attach(model, s.targets, s.rank, s.projection, s.seed)
+        refuse_undivided(model)
+        self.sketches: Sketches = attach(model, s.targets, s.rank, s.projection, s.seed, s.sketch_sync == "update")
+        self.set_gradient_divide_factor(self._holders.all_count)
         self.updates = self.skipped = self.zero_updates = 0
         self.last: AppliedUpdate | None = None
         self._proposal: Proposal | None = None
@@ -115,7 +95,7 @@ class LograOptimizer(torch.optim.Optimizer):
             self.add_param_group(dict(self._adamw.param_groups[0]))
             self._share_with_adamw()
         for layer in self.sketches:
-            v = torch.zeros(layer.out_features, dtype=torch.float64, device=layer.weight.device)
+            v = torch.zeros(len(layer.rows.mine), dtype=torch.float64, device=layer.weight.device)
             self._state(layer.name)["row_second_moment"] = v
 
     def _share_with_adamw(self) -> None:
@@ -144,6 +124,14 @@ class LograOptimizer(torch.optim.Optimizer):
             warnings.warn(f"update {proposal.update} skipped: {proposal.skip_reason}; weights unchanged", stacklevel=2)
         return loss
 
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide sums of sketches over processes by this, as `FSDPModule` does with gradients.
+
+        The default, the number of processes, gives their mean; set 1.0 where the loss is divided by counts of all.
+        """
+        if self.sketches.buckets is not None:
+            self.sketches.buckets.divisor = float(factor)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all sketches and the other parameters' gradients."""
         self._proposal = None
@@ -156,6 +144,8 @@ class LograOptimizer(torch.optim.Optimizer):
     def propose(self) -> Proposal:
         """Size the step that the sketches ask for. No weight, moment or counter changes.
 
+        Where processes hold weights in parts, all of them propose, apply and skip together, and size the same step.
+
         Raises:
             RuntimeError: a selected parameter was replaced or cast since the optimizer was made.
         """
@@ -163,7 +153,8 @@ class LograOptimizer(torch.optim.Optimizer):
         for storage in self.storages.values():
             storage.follow()
         moments = {name: self._state(name)["row_second_moment"] for name in self.sketches.layers}
-        grads = [parameter.grad for parameter in self._trained_others if parameter.grad is not None]
+        self.sketches.complete()
+        grads = [local(parameter.grad) for parameter in self._trained_others if parameter.grad is not None]
         square_norm = (
             torch.stack([torch.linalg.vector_norm(g.float()).cpu() for g in grads]).square().sum() if grads else None
         )
@@ -198,6 +189,7 @@ class LograOptimizer(torch.optim.Optimizer):
                 if step is not None:
                     merge(self.storages[proposed.layer.name], step, share)
                 self._state(proposed.layer.name)["row_second_moment"] = proposed.next_second_moment
+        share = share.summed(self._holders)
         self._step_others(alpha, proposal.clip)
         self.updates += 1
         self.zero_updates += proposal.is_zero
@@ -249,6 +241,10 @@ class LograOptimizer(torch.optim.Optimizer):
     def _device(self) -> torch.device:
         return next(iter(self.sketches)).weight.device
 
+    @property
+    def _holders(self) -> Holders:
+        return next(iter(self.sketches)).rows.holders
+
     def _step_others(self, alpha: float, clip: float) -> None:
         """AdamW's displacement, decay included, is linear in its learning rate: alpha scales it there."""
         if self._adamw is None:
@@ -285,7 +281,9 @@ class LograOptimizer(torch.optim.Optimizer):
         state = super().state_dict()
         names = list(self.sketches.layers)
         for index, name in enumerate(names):
-            state["state"][index] = {**state["state"][index], **self.storages[name].extra_state()}
+            mine = dict(state["state"][index])
+            mine["row_second_moment"] = self.sketches.layers[name].rows.as_dtensor(mine["row_second_moment"])
+            state["state"][index] = {**mine, **self.storages[name].extra_state()}
         state["logra"] = {
             "format": STATE_FORMAT,
             "updates": self.updates,
@@ -320,8 +318,9 @@ class LograOptimizer(torch.optim.Optimizer):
         for index, name in enumerate(self.sketches.layers):
             saved = state_dict["state"][index]
             device = self.sketches.layers[name].weight.device
+            moment = self.sketches.layers[name].rows.part_of(saved["row_second_moment"])
             self.state[self.sketches.layers[name].weight] = {
-                "row_second_moment": saved["row_second_moment"].to(device, torch.float64, copy=True)
+                "row_second_moment": moment.to(device, torch.float64, copy=True)
             }
             self.storages[name].load_extra_state(saved)
         self.updates, self.skipped = extra["updates"], extra["skipped"]
@@ -371,17 +370,6 @@ class LograOptimizer(torch.optim.Optimizer):
         self.sketches.detach()
         for parameter, flag in zip(self._others, self._others_required_grad, strict=True):
             parameter.requires_grad_(flag)
-
-
-def _refuse_several_processes() -> None:
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        processes = torch.distributed.get_world_size()
-        if processes > 1:
-            raise RuntimeError(
-                f"torch.distributed runs {processes} processes; LograOptimizer works in one process for now, since "
-                f"sketches are not yet summed over processes. Run one process, or leave torch.distributed "
-                f"uninitialised."
-            )
 
 
 def _bytes(tensor: Tensor) -> int:

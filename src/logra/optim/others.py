@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from logra.parallel.rows import exchanged, local
 from logra.sketch.hooks import Sketches
 
 
@@ -44,14 +45,13 @@ def values_after(
     """What `step` would make of the parameters; they are as before afterwards, bit for bit.
 
     Returns:
-        The values after the step, and copies of the optimizer's state from before it: the state itself has advanced.
+        What is held here of the values after the step, and copies of the optimizer's state from before it: the state
+        itself has advanced.
     """
     state = [cloned_state(optimizer.state.get(parameter, {})) for parameter in parameters]
-    before = [parameter.detach().clone() for parameter in parameters]
+    before = [local(parameter).clone() for parameter in parameters]
     step()
-    after = [parameter.data for parameter in parameters]
-    for parameter, value in zip(parameters, before, strict=True):
-        parameter.data = value
+    after = [exchanged(parameter, value) for parameter, value in zip(parameters, before, strict=True)]
     return after, state
 
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from logra.config import LograSettings
 from logra.optim.factors import gram, quantise_rows, row_steps, update_square_norm
 from logra.optim.merge import LayerStep
-from logra.optim.row_adam import RowStatistics, next_second_moment, row_factors
+from logra.optim.row_adam import RowStatistics, next_second_moment, root_moment, row_factors
+from logra.parallel.rows import Holders
 from logra.sketch.hooks import Sketches
 from logra.sketch.layer_sketch import LayerSketch
 
@@ -27,9 +28,9 @@ class LayerProposal:
 
     Attributes:
         layer: the layer; its sketch is read again when the integers are made.
-        next_second_moment: v after the update, fp64 [out_features].
-        row_factors: D = row_factors S, clipping included, fp64 [out_features]; None without a sketch.
-        row_steps: what one unit of a row's integers stands for, fp32 [out_features]; None without a sketch.
+        next_second_moment: v after the update, fp64 [rows held].
+        row_factors: D = row_factors S, clipping included, fp64 [rows held]; None without a sketch.
+        row_steps: what one unit of a row's integers stands for, fp32 [rows held]; None without a sketch.
         sketch_version: of the sketch that the above were made of.
     """
 
@@ -40,7 +41,7 @@ class LayerProposal:
     sketch_version: int = -1
 
     def integers(self, bits: int) -> tuple[Tensor, Tensor]:
-        """Q [out_features, rank] and, in fp64 [out_features], the scale of each row at alpha = f = 1.
+        """Q [rows held, rank] and, in fp64 [rows held], the scale of each row at alpha = f = 1.
 
         Raises:
             RuntimeError: the sketch is no longer the one that was proposed from.
@@ -112,13 +113,34 @@ class Proposal:
         if proposed.row_factors is None:
             if decay_factor == 1.0:
                 return None
-            rows, device = proposed.layer.out_features, proposed.layer.weight.device
+            rows, device = len(proposed.layer.rows.mine), proposed.layer.weight.device
             factors = torch.zeros(rows, projection.rank, dtype=torch.int8, device=device)
             scales = torch.zeros(rows, device=device, dtype=torch.float32)
         else:
             factors, unit_steps = proposed.integers(self.bits)
             scales = (unit_steps * (alpha * self.factor)).to(torch.float32)
         return LayerStep(factors, projection.integers(), scales, decay_factor, self.update)
+
+
+@dataclass(frozen=True)
+class AppliedUpdate:
+    """What a step did.
+
+    Attributes:
+        update: its number, from 1.
+        norm: ||alpha f D A|| over all selected weights.
+        sketch_norm: norm of all gradients together before clipping.
+        realised_stored: share of the step that arrived in the stored weights (projection on the intended step).
+        realised_compute: the same for the weights that bf16 compute uses.
+        skip_reason: why nothing was changed, or None.
+    """
+
+    update: int
+    norm: float
+    sketch_norm: float
+    realised_stored: float | None = None
+    realised_compute: float | None = None
+    skip_reason: str | None = None
 
 
 def make_proposal(
@@ -132,16 +154,18 @@ def make_proposal(
     """Size the step that the present sketches ask for; nothing is changed.
 
     Args:
-        sketches: with the sums of all micro-batches.
-        second_moments: v of each layer by name, fp64 [out_features].
+        sketches: with the sums of all micro-batches; every process that holds a part of the weights calls this.
+        second_moments: v of each layer by name, fp64 [rows held].
         count: updates that v has seen so far.
         step_size: lr (in the unit of settings.step_size) and weight decay.
-        others_square_norm: square norm of the other parameters' gradients, which the clip counts too.
+        others_square_norm: square norm of what this process holds of the other parameters' gradients, which the clip
+            counts too.
         settings: of the optimizer.
     """
     statistics = {layer.name: RowStatistics.of(layer.sketch) for layer in sketches if layer.sketch is not None}
+    holders = next(iter(sketches)).rows.holders
     squares = [each.square_norms.sum(dtype=torch.float64) for each in statistics.values()]
-    total = _sum(squares if others_square_norm is None else [*squares, others_square_norm])
+    total = _sum(squares if others_square_norm is None else [*squares, others_square_norm], holders)
     sketch_norm = math.sqrt(total) if total >= 0 else math.nan
     lr, decay = step_size
     nothing = not statistics and others_square_norm is None
@@ -151,14 +175,11 @@ def make_proposal(
     clip = 1.0
     if settings.max_norm is not None and sketch_norm > settings.max_norm:
         clip = settings.max_norm / sketch_norm
-    layers = tuple(
-        _propose_layer(layer, second_moments[layer.name], statistics.get(layer.name), count, clip, settings)
-        for layer in sketches
-    )
+    layers = _propose_layers(sketches, second_moments, statistics, (count, clip), settings)
     unit_norm = math.sqrt(_unit_square_norm(sketches, layers, settings.factor_bits))
     weight_norm, factor = 0.0, lr
     if settings.step_size == "update_ratio":
-        weight_norm = math.sqrt(_sum([_square_norm(layer.weight) for layer in sketches]))
+        weight_norm = math.sqrt(_sum([_square_norm(layer.rows_view) for layer in sketches], holders))
         factor = lr * weight_norm / unit_norm if unit_norm > 0 else 0.0
     not_finite = None if math.isfinite(factor * unit_norm) else "non-finite step"
     return Proposal(
@@ -175,20 +196,35 @@ def make_proposal(
     )
 
 
-def _propose_layer(
-    layer: LayerSketch, v: Tensor, statistics: RowStatistics | None, count: int, clip: float, settings: LograSettings
-) -> LayerProposal:
-    sgd, projection = settings.rule == "sgd", layer.group.projection
-    if statistics is None or layer.sketch is None:
-        return LayerProposal(layer, v if sgd else settings.beta2 * v)
+def _propose_layers(
+    sketches: Sketches,
+    moments: dict[str, Tensor],
+    statistics: dict[str, RowStatistics],
+    count_and_clip: tuple[int, float],
+    settings: LograSettings,
+) -> tuple[LayerProposal, ...]:
+    (count, clip), sgd = count_and_clip, settings.rule == "sgd"
+    after = {
+        name: v if sgd else next_second_moment(v, statistics.get(name), settings.beta2, clip)
+        for name, v in moments.items()
+    }
+    factors: dict[str, Tensor] = {name: torch.full_like(after[name], clip) for name in statistics}
+    if not sgd and statistics:
+        roots = [root_moment(after[name], count + 1, settings.beta2) for name in statistics]
+        preserve = settings.step_size == "update_ratio"
+        summed = next(iter(sketches)).rows.holders.summed
+        found = row_factors(roots, settings.eps, list(statistics.values()), preserve, summed)
+        factors = {name: each * clip for name, each in zip(statistics, found, strict=True)}
+    return tuple(_propose_layer(layer, after[layer.name], factors.get(layer.name), settings) for layer in sketches)
+
+
+def _propose_layer(layer: LayerSketch, v: Tensor, factors: Tensor | None, settings: LograSettings) -> LayerProposal:
+    projection, sketch = layer.group.projection, layer.sketch
+    if factors is None or sketch is None:
+        return LayerProposal(layer, v)
     assert projection is not None
-    steps = row_steps(layer.sketch, projection.row_scales(), settings.factor_bits)
-    if sgd:
-        return LayerProposal(layer, v, torch.full_like(v, clip), steps, layer.sketch._version)
-    new_v = next_second_moment(v, statistics, settings.beta2, clip)
-    preserve = settings.step_size == "update_ratio"
-    factors = row_factors(new_v, count + 1, settings.beta2, settings.eps, statistics, preserve)
-    return LayerProposal(layer, new_v, factors * clip, steps, layer.sketch._version)
+    steps = row_steps(sketch, projection.row_scales(), settings.factor_bits)
+    return LayerProposal(layer, v, factors, steps, sketch._version)
 
 
 def _unit_square_norm(sketches: Sketches, layers: tuple[LayerProposal, ...], bits: int) -> float:
@@ -200,14 +236,15 @@ def _unit_square_norm(sketches: Sketches, layers: tuple[LayerProposal, ...], bit
         if active and group.projection is not None:
             projection_gram = gram(group.projection.integers())
             parts += [update_square_norm(*entry.integers(bits), projection_gram) for entry in active]
-    return _sum(parts)
+    return _sum(parts, next(iter(sketches)).rows.holders)
 
 
-def _sum(scalars: list[Tensor]) -> float:
-    """In fp64, waiting for the device once."""
+def _sum(scalars: list[Tensor], holders: Holders) -> float:
+    """In fp64, over all rows, waiting for the device once."""
     if not scalars:
         return 0.0
-    return float(torch.stack([scalar.to(scalars[0].device, torch.float64) for scalar in scalars]).sum())
+    here = torch.stack([scalar.to(scalars[0].device, torch.float64) for scalar in scalars]).sum()
+    return float(holders.summed(here))
 
 
 def _square_norm(weight: Tensor) -> Tensor:

@@ -6,10 +6,12 @@
     D   = D x ||S||_F / ||D||_F                            when the layer's norm is preserved
 
 The projection changes every update but rows do not, so v carries over and a first moment does not.
-Since D is S times one factor per row, only the factors are returned and no direction is stored.
+Since D is S times one factor per row, only the factors are returned and no direction is stored. Where processes hold
+the rows of a layer in parts, only sums over rows travel.
 Source: section 2.2 of the design; arXiv 2610.06647.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,32 +37,46 @@ class RowStatistics:
         return cls(torch.linalg.vector_norm(sketch, dim=1, dtype=torch.float64).square(), sketch.shape[1])
 
 
-def next_second_moment(v: Tensor, statistics: RowStatistics, beta2: float, scale: float = 1.0) -> Tensor:
-    """A new v, fp64 [out_features], after one more update whose sketch is `scale` x S (clipping)."""
+def next_second_moment(v: Tensor, statistics: RowStatistics | None, beta2: float, scale: float = 1.0) -> Tensor:
+    """A new v, fp64 [rows], after one more update whose sketch is `scale` x S (clipping); without one, S is 0."""
+    if statistics is None:
+        return beta2 * v
     mean_square = statistics.square_norms * (scale * scale / statistics.rank)
     return beta2 * v + (1 - beta2) * mean_square
 
 
 def row_factors(
-    v: Tensor, count: int, beta2: float, eps: float, statistics: RowStatistics, preserve_layer_norm: bool
-) -> Tensor:
-    """What each row of S is multiplied by, fp64 [out_features]: D = row_factors[:, None] * S.
+    roots: Sequence[Tensor],
+    eps: float,
+    statistics: Sequence[RowStatistics],
+    preserve_layer_norm: bool,
+    summed: Callable[[Tensor], Tensor] = lambda values: values,
+) -> list[Tensor]:
+    """What each row of S is multiplied by, fp64 [rows], layer by layer: D = row_factors[:, None] * S.
 
     Args:
-        v: the second moment after this update, fp64 [out_features].
-        count: updates that v has seen, this one included, from 1.
-        beta2: its decay, for the bias correction.
+        roots: of each layer's second moment after this update (`root_moment`), fp64 [rows].
         eps: relative to the mean row scale, so the result does not depend on the scale of the loss.
-        statistics: of the S that D is made of.
+        statistics: of the S that each D is made of.
         preserve_layer_norm: rescale so that ||D||_F = ||S||_F (the paper's form).
+        summed: adds up what other processes have of their rows, [layers, ...].
 
     A sketch of zeros gives D = 0: rows that never had a gradient get the factor 0, never a NaN.
     """
-    root = (v / (1 - beta2**count)).sqrt()
-    denominator = root + eps * root.mean()
-    factors = torch.where(denominator > 0, 1 / denominator, 0.0)
+    sums = summed(torch.stack([torch.stack([root.sum(), root.new_tensor(float(len(root)))]) for root in roots]))
+    denominators = [root + eps * (total / count) for root, (total, count) in zip(roots, sums, strict=True)]
+    factors = [torch.where(each > 0, 1 / each, 0.0) for each in denominators]
     if not preserve_layer_norm:
         return factors
-    before = statistics.square_norms.sum().sqrt()
-    after = (factors.square() * statistics.square_norms).sum().sqrt()
-    return torch.where(after > 0, factors * (before / after), 0.0)
+    pairs = [
+        torch.stack([each.square_norms.sum(), (factor.square() * each.square_norms).sum()])
+        for factor, each in zip(factors, statistics, strict=True)
+    ]
+    before, after = summed(torch.stack(pairs)).sqrt().unbind(1)
+    scales = torch.where(after > 0, before / after, 0.0)
+    return [factor * scale for factor, scale in zip(factors, scales, strict=True)]
+
+
+def root_moment(v: Tensor, count: int, beta2: float) -> Tensor:
+    """The bias-corrected square root of v after `count` updates, from 1."""
+    return (v / (1 - beta2**count)).sqrt()

@@ -31,6 +31,7 @@ from logra.optim.rounding import (
     read_split,
     round_to_split,
 )
+from logra.parallel.rows import version
 from logra.random_bits import Purpose
 from logra.sketch.layer_sketch import LayerSketch
 
@@ -65,7 +66,7 @@ class WeightStorage(ABC):
 
     def mark(self) -> None:
         """Remember the weight as it is now, so that a change by somebody else is noticed."""
-        self._parameter, self._version = self.layer.weight, self.layer.weight._version
+        self._parameter, self._version = self.layer.weight, version(self.layer.weight)
 
     def follow(self) -> None:
         """Adopt values that were loaded into the weight since `mark`.
@@ -84,7 +85,7 @@ class WeightStorage(ABC):
                 f"{self.layer.name}.weight was cast to {weight.dtype} while it is stored as {self.kind!r} "
                 f"({self.dtype}); cast the model before making the optimizer"
             )
-        if weight._version != self._version:
+        if version(weight) != self._version:
             self.adopt()
             self.mark()
 
@@ -94,7 +95,7 @@ class WeightStorage(ABC):
 
     @abstractmethod
     def read(self, rows: range) -> Block:
-        """The present values of some rows."""
+        """The present values of some of the rows held here, numbered from 0."""
 
     @abstractmethod
     def rounded(self, rows: range, target: Tensor, update: int) -> Block:
@@ -119,6 +120,15 @@ class WeightStorage(ABC):
     def _slice(self, rows: range) -> Tensor:
         return self.layer.rows_view[rows.start : rows.stop]
 
+    def _held(self) -> range:
+        """All rows held here."""
+        return range(len(self.layer.rows.mine))
+
+    def _in_whole(self, rows: range) -> range:
+        """Where rows held here are in the whole weight: random bits belong to a row, whoever holds it."""
+        first = self.layer.rows.mine.start
+        return range(first + rows.start, first + rows.stop)
+
 
 class Fp32Storage(WeightStorage):
     """fp32 weights, and optionally a dithered bf16 copy that bf16 compute uses."""
@@ -128,7 +138,7 @@ class Fp32Storage(WeightStorage):
 
     def __init__(self, layer: LayerSketch, seed: int, dithered_copy: bool = False) -> None:
         super().__init__(layer, seed)
-        layer.weight.data = layer.weight.data.to(torch.float32)
+        _convert(layer, torch.float32)
         self.dithered_copy = dithered_copy
         self.adopt()
         self.mark()
@@ -137,8 +147,8 @@ class Fp32Storage(WeightStorage):
     @override
     def adopt(self) -> None:
         if self.dithered_copy:
-            whole = range(self.layer.out_features)
-            self.layer.compute_copy = floor_to_bf16(self._slice(whole), self.bits, whole, Purpose.DITHER)
+            held = self._held()
+            self.layer.compute_copy = floor_to_bf16(self._slice(held), self.bits, self._in_whole(held), Purpose.DITHER)
 
     @override
     def read(self, rows: range) -> Block:
@@ -149,7 +159,7 @@ class Fp32Storage(WeightStorage):
     @override
     def rounded(self, rows: range, target: Tensor, update: int) -> Block:
         if self.dithered_copy:
-            return Block(target, floor_to_bf16(target, self.bits, rows, Purpose.DITHER))
+            return Block(target, floor_to_bf16(target, self.bits, self._in_whole(rows), Purpose.DITHER))
         return Block(target)
 
     @override
@@ -172,8 +182,9 @@ class SplitStorage(WeightStorage):
     def __init__(self, layer: LayerSketch, seed: int) -> None:
         super().__init__(layer, seed)
         values = nearest_24_bits(layer.rows_view.to(torch.float32))
-        compute, self.low = dither_to_split(values, self.bits, range(layer.out_features))
-        layer.weight.data = compute.T.contiguous() if layer.transposed else compute
+        compute, self.low = dither_to_split(values, self.bits, self._in_whole(self._held()))
+        if layer.weight.dtype != torch.bfloat16:  # of bf16 values, `compute` is what is there
+            _convert(layer, torch.bfloat16, compute.T.contiguous() if layer.transposed else compute)
         self._belongs_to: int | None = None
         self.mark()
 
@@ -183,21 +194,23 @@ class SplitStorage(WeightStorage):
         expected, self._belongs_to = self._belongs_to, None
         if expected is None or expected != self._digest():
             values = self.layer.rows_view.to(torch.float32)
-            self.low = dither_to_split(values, self.bits, range(self.layer.out_features))[1]
+            self.low = dither_to_split(values, self.bits, self._in_whole(self._held()))[1]
 
     def _digest(self) -> int:
         """A number that two different weights hardly share."""
-        sums = self.layer.rows_view.contiguous().view(torch.int16).sum(dim=1, dtype=torch.int64)
-        return int((sums * (torch.arange(len(sums), device=sums.device) * 0x9E3779B97F4A7C1 + 1)).sum())
+        rows, held = self.layer.rows, self.layer.rows_view
+        sums = held.contiguous().view(torch.int16).sum(dim=1, dtype=torch.int64)
+        index = torch.arange(rows.mine.start, rows.mine.stop, device=sums.device)
+        return int(rows.holders.summed((sums * (index * 0x9E3779B97F4A7C1 + 1)).sum()))
 
     @override
     def read(self, rows: range) -> Block:
         compute, low = self._slice(rows), self.low[rows.start : rows.stop]
-        return Block(read_split(compute, low, self.bits, rows), compute, low)
+        return Block(read_split(compute, low, self.bits, self._in_whole(rows)), compute, low)
 
     @override
     def rounded(self, rows: range, target: Tensor, update: int) -> Block:
-        compute, low = round_to_split(target, self.bits, rows, update)
+        compute, low = round_to_split(target, self.bits, self._in_whole(rows), update)
         return Block(target, compute, low)
 
     @override
@@ -209,12 +222,12 @@ class SplitStorage(WeightStorage):
     @override
     def extra_state(self) -> dict[str, Tensor]:
         self.follow()
-        return {"low_bits": self.low, "belongs_to": torch.tensor(self._digest())}
+        return {"low_bits": self.layer.rows.as_dtensor(self.low), "belongs_to": torch.tensor(self._digest())}
 
     @override
     def load_extra_state(self, state: dict[str, Tensor]) -> None:
-        self.low.copy_(state["low_bits"])
-        self._belongs_to, self._version = int(state["belongs_to"]), -1
+        self.low.copy_(self.layer.rows.part_of(state["low_bits"]))
+        self._belongs_to, self._version = int(state["belongs_to"]), (-1, -1)
 
     @override
     def extra_bytes(self) -> int:
@@ -229,7 +242,7 @@ class Bf16Storage(WeightStorage):
 
     def __init__(self, layer: LayerSketch, seed: int) -> None:
         super().__init__(layer, seed)
-        layer.weight.data = layer.weight.data.to(torch.bfloat16)
+        _convert(layer, torch.bfloat16)
         self.mark()
 
     @override
@@ -239,13 +252,18 @@ class Bf16Storage(WeightStorage):
 
     @override
     def rounded(self, rows: range, target: Tensor, update: int) -> Block:
-        compute = floor_to_bf16(target, self.bits, rows, Purpose.ROUNDING, update)
+        compute = floor_to_bf16(target, self.bits, self._in_whole(rows), Purpose.ROUNDING, update)
         return Block(compute.to(torch.float32), compute)
 
     @override
     def write(self, rows: range, block: Block) -> None:
         assert block.compute is not None
         self._slice(rows).copy_(block.compute)
+
+
+def _convert(layer: LayerSketch, dtype: torch.dtype, values: Tensor | None = None) -> None:
+    if layer.weight.dtype != dtype:
+        layer.weight.data = layer.weight.data.to(dtype) if values is None else values
 
 
 def storage_kind(layer: LayerSketch, kind: str, dithered_copy: bool) -> str:
@@ -264,7 +282,24 @@ def storage_kind(layer: LayerSketch, kind: str, dithered_copy: bool) -> str:
             f"dithered_copy is for fp32 storage, but {layer.name}.weight is {dtype} and is stored as {kind!r}; "
             f"leave it off, or set storage='fp32'"
         )
+    if layer.rows.holders.mesh is not None:
+        _check_in_parts(layer, kind, dithered_copy)
     return kind
+
+
+def _check_in_parts(layer: LayerSketch, kind: str, dithered_copy: bool) -> None:
+    """What processes hold in parts keeps the dtype that it was divided in."""
+    needed = torch.float32 if kind == "fp32" else torch.bfloat16
+    if layer.weight.dtype != needed:
+        raise ValueError(
+            f"storage {kind!r} needs {layer.name}.weight in {needed}, but processes hold it in {layer.weight.dtype}; "
+            f"load the model in {needed} (model.weights {str(needed).removeprefix('torch.')}) before it is divided"
+        )
+    if dithered_copy:
+        raise ValueError(
+            "dithered_copy is for one process; with several, load the model in bfloat16 and use storage 'split', which "
+            "computes with the same dithered weights"
+        )
 
 
 def make_storages(layers: Iterable[LayerSketch], kind: str, seed: int, dithered_copy: bool) -> dict[str, WeightStorage]:

@@ -81,10 +81,12 @@ class MicroBatch:
         )
 
 
-def collate(samples: Sequence[Sample], rows: Sequence[int], pad_id: int, device: torch.device | str) -> MicroBatch:
-    """The micro-batch of `samples[row] for row in rows`, one line each."""
+def collate(
+    samples: Sequence[Sample], rows: Sequence[int], pad_id: int, device: torch.device | str, width: int = 0
+) -> MicroBatch:
+    """The micro-batch of `samples[row] for row in rows`, one line each, padded to the longest or to `width`."""
     chosen = [samples[row] for row in rows]
-    width = max(sample.num_tokens for sample in chosen)
+    width = max(width, *(sample.num_tokens for sample in chosen))
     input_ids = torch.full((len(chosen), width), pad_id, dtype=torch.int64)
     attention_mask = torch.zeros(len(chosen), width, dtype=torch.int64)
     source = []

@@ -98,6 +98,10 @@ class CausalModel:
 
     Some models scale or cap what the head gives; that is done here as their configuration says, and
     `check` compares with the model's own logits once at start.
+
+    Attributes:
+        within: calls a function with arguments; where processes hold the weights in parts, whatever uses body and head
+            runs in it, on all processes alike, and gives a tensor or a tuple of tensors.
     """
 
     def __init__(self, model: Any) -> None:
@@ -109,6 +113,7 @@ class CausalModel:
         scale = getattr(config, "logit_scale", None) or 1.0
         self.scale = scale / (getattr(config, "logits_scaling", None) or 1.0)
         self.vocabulary = int(config.vocab_size)
+        self.within: Callable[..., Any] = _at_once
         # Renamed in transformers 5.
         parameters = inspect.signature(self.body.forward).parameters
         self.cache_argument = "cache" if "cache" in parameters else "past_key_values"
@@ -136,9 +141,13 @@ class CausalModel:
         device, count = next(self.model.parameters()).device, self.vocabulary
         ids = [[(7 * line + 3 * place) % count for place in range(9)] for line in range(2)]
         samples = [Sample(line, 0, tuple(ids[0][:4]), tuple(ids[line][4:]), (), "", False) for line in range(2)]
-        wanted = self.logits(self.states(collate(samples, range(2), 0, device))).float()
+
+        def logits_of(batch: MicroBatch) -> Tensor:
+            return self.logits(self.states(batch)).float()
+
+        wanted = self.within(logits_of, collate(samples, range(2), 0, device))
         try:
-            got = self.logits(self.states(collate_shared(samples, [[0, 1]], 0, device))).float()
+            got = self.within(logits_of, collate_shared(samples, [[0, 1]], 0, device))
         except (RuntimeError, ValueError, TypeError, NotImplementedError):
             return False
         # Wider than rounding in the model's dtype, or the answer would depend on the weights that are loaded.
@@ -191,6 +200,12 @@ def token_logprobs(
     causal: CausalModel, batch: MicroBatch, temperature: float, logit_mib: float = LOGIT_MIB
 ) -> TokenLogprobs:
     """Log-probabilities and entropies of a micro-batch's completion tokens, with a graph if gradients are on."""
+    return TokenLogprobs(*causal.within(_logprobs_and_entropies, causal, batch, temperature, logit_mib))
+
+
+def _logprobs_and_entropies(
+    causal: CausalModel, batch: MicroBatch, temperature: float, logit_mib: float
+) -> tuple[Tensor, Tensor]:
     states = causal.states(batch)
     to_logits = causal.logits_of_one_cast()
     entropy: dict[int, Tensor] = {}
@@ -208,4 +223,8 @@ def token_logprobs(
             parts.append(checkpoint(of_chunk, *arguments, use_reentrant=False, preserve_rng_state=False))
         else:
             parts.append(of_chunk(*arguments))
-    return TokenLogprobs(torch.cat(parts), torch.cat([entropy[start] for start in sorted(entropy)]))
+    return torch.cat(parts), torch.cat([entropy[start] for start in sorted(entropy)])
+
+
+def _at_once(call: Callable[..., Any], *arguments: Any) -> Any:
+    return call(*arguments)

@@ -9,11 +9,13 @@ names and `state_dict` keys stay as they are. Selected weights stop asking for g
 import logging
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from logra.sketch.buckets import Buckets
 from logra.sketch.layer_sketch import InputGroup, LayerSketch, SketchedLinear, plain_linear
 from logra.sketch.projection import KINDS, usable_rank
 from logra.sketch.targets import Coverage, coverage, find_targets, input_groups, is_conv1d, stable_name
@@ -24,7 +26,12 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
 def attach(
-    model: nn.Module, targets: str | Sequence[str], rank: int, projection: str = "rademacher", seed: int = 0
+    model: nn.Module,
+    targets: str | Sequence[str],
+    rank: int,
+    projection: str = "rademacher",
+    seed: int = 0,
+    sum_each_update: bool = False,
 ) -> "Sketches":
     """Make the selected linear layers sketch the gradient of their weight in backward.
 
@@ -34,6 +41,7 @@ def attach(
         rank: rows of every projection; a layer with fewer in_features uses those.
         projection: a key of `logra.sketch.projection.KINDS`.
         seed: seed of the run; with a group's name and the update number it fixes the projections.
+        sum_each_update: where processes share the weights, sum sketches once an update, not after each micro-batch.
 
     Raises:
         ValueError: no layer matches, a layer cannot be sketched, or a setting is out of range.
@@ -46,7 +54,11 @@ def attach(
     for name, module in modules.items():
         _check_module(name, module)
     _check_ties(model, modules)
-    return Sketches(model, modules, rank, projection, seed)
+    _check_sharding(modules)
+    sketches = Sketches(model, modules, rank, projection, seed)
+    if any(layer.rows.holders.mesh is not None for layer in sketches):
+        sketches.sum_over_processes(_by_block(model, sketches), sum_each_update)
+    return sketches
 
 
 class Sketches:
@@ -57,12 +69,14 @@ class Sketches:
         groups: name -> `InputGroup`.
         coverage: what is sketched and what is left out.
         update: number of the update that the present projections belong to.
+        buckets: where sketches wait to be summed over processes; None in one process.
     """
 
     def __init__(self, model: nn.Module, modules: dict[str, nn.Module], rank: int, projection: str, seed: int) -> None:
         self.rank, self.kind, self.seed = rank, projection, seed
         self.layers: dict[str, LayerSketch] = {}
         self.groups: dict[str, InputGroup] = {}
+        self.buckets: Buckets | None = None
         self.coverage: Coverage = coverage(model, modules)
         self._modules = list(modules.values())
         self._required_grad: list[tuple[nn.Parameter, bool]] = []
@@ -84,6 +98,17 @@ class Sketches:
 
     def __len__(self) -> int:
         return len(self.layers)
+
+    def sum_over_processes(self, blocks: list[list[LayerSketch]], each_update: bool) -> None:
+        """Let sketches leave each block summed over processes and divided by rows."""
+        self.buckets = Buckets(blocks, each_update)
+        for layer in self:
+            layer.collect = self.buckets.add
+
+    def complete(self) -> None:
+        """Sum over processes what still waits for it."""
+        if self.buckets is not None:
+            self.buckets.complete()
 
     def _make_groups(self) -> None:
         in_features = {name: layer.in_features for name, layer in self.layers.items()}
@@ -140,6 +165,8 @@ class Sketches:
             group.forget_inputs()
         for layer in self:
             layer.sketch = None
+        if self.buckets is not None:
+            self.buckets.clear()
 
     def never_reached(self) -> list[str]:
         """Names of layers that no backward has reached since attach."""
@@ -220,6 +247,36 @@ def _check_module(name: str, module: nn.Module) -> None:
             f"{name}.weight is {dtype}; weights must be float32 or bfloat16. Load the model with dtype=torch.bfloat16 "
             f"or torch.float32 (quantised and float16 weights cannot take updates of this size)."
         )
+
+
+def _check_sharding(modules: dict[str, nn.Module]) -> None:
+    """Of a weight that is held in parts, each part must be whole rows."""
+    for name, module in modules.items():
+        weight: Any = module.weight
+        if not hasattr(weight, "device_mesh"):
+            continue
+        from torch.distributed.tensor import Replicate, Shard
+
+        rows = Shard(1 if is_conv1d(module) else 0)
+        if list(weight.placements) not in ([rows], [Replicate(), rows]):
+            raise ValueError(
+                f"{name}.weight is held as {weight.placements} over {weight.device_mesh.ndim} mesh dimensions; a "
+                f"sketched weight must be divided by rows of its output: use fully_shard on a mesh of one dimension, "
+                f"or of two (replicate, shard), with Shard({rows.dim}) for this layer (shard_placement_fn)"
+            )
+
+
+def _by_block(model: nn.Module, sketches: Sketches) -> list[list[LayerSketch]]:
+    """Layers that `fully_shard` gathers together; those come out of backward together too."""
+    from torch.distributed.fsdp import FSDPModule
+
+    divided = [stable_name(name) for name, each in model.named_modules() if isinstance(each, FSDPModule)]
+    blocks = {name: list[LayerSketch]() for name in [*divided, ""]}
+    for layer in sketches:
+        parts = layer.name.split(".")
+        owners = (".".join(parts[:length]) for length in range(len(parts), -1, -1))
+        blocks[next(owner for owner in owners if owner in blocks)].append(layer)
+    return [layers for layers in blocks.values() if layers]
 
 
 def _check_ties(model: nn.Module, modules: dict[str, nn.Module]) -> None:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from logra.parallel.rows import Holders, Rows, local
 from logra.sketch.projection import Projection
 
 
@@ -73,7 +74,9 @@ class LayerSketch:
         name: stable name of the module.
         module: the layer; where several share the weight, the first of them.
         transposed: whether the parameter is stored [in_features, out_features].
-        sketch: S, fp32 [out_features, rank], or None before the first backward of an update.
+        rows: which rows of the weight this process holds; all of them unless `fully_shard` divided it.
+        sketch: S, fp32 [rows held, rank], or None before the first backward of an update.
+        collect: takes H^T P and the scales of A instead of the sketch, where sums are over processes; or None.
         compute_copy: bf16 weight used instead of `weight` in bf16 compute, if kept.
         refresh: called before the weight is used, so that what is kept beside it can follow a change; or None.
         shift: while a step is looked at without being taken, what the layer computes instead from inputs, weight and
@@ -86,7 +89,11 @@ class LayerSketch:
 
     def __init__(self, name: str, module: nn.Module, transposed: bool) -> None:
         self.name, self.module, self.transposed = name, module, transposed
+        self.rows = Rows(self.out_features, Holders.of(self.weight))
+        # While the layer computes, `weight` is a gathered whole.
+        self._in_parts = None if self.rows.holders.mesh is None else self.weight
         self.sketch: Tensor | None = None
+        self.collect: Callable[[LayerSketch, Tensor, Tensor], None] | None = None
         self.compute_copy: Tensor | None = None
         self.refresh: Callable[[], None] | None = None
         self.shift: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
@@ -104,12 +111,13 @@ class LayerSketch:
 
     @property
     def rows_view(self) -> Tensor:
-        """The weight as [out_features, in_features], sharing storage."""
-        return self.weight.detach().T if self.transposed else self.weight.detach()
+        """The rows held here, [rows held, in_features], sharing the weight's storage."""
+        held = local(self.weight if self._in_parts is None else self._in_parts)
+        return held.T if self.transposed else held
 
     @property
     def out_features(self) -> int:
-        """Rows of the weight and of the sketch."""
+        """Rows of the whole weight."""
         return self.weight.shape[1 if self.transposed else 0]
 
     @property
@@ -137,7 +145,9 @@ class LayerSketch:
         product = output_grads.T @ projected_inputs
         scales = self.group.projection.row_scales()
         self.seen_backward = True
-        if self.sketch is None:
+        if self.collect is not None:
+            self.collect(self, product, scales)
+        elif self.sketch is None:
             wide = torch.float64 if product.dtype == torch.float64 else torch.float32
             self.sketch = product.to(wide).mul_(scales)
         else:

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The processes of a run: what they tell each other, what they agree on, and who is missing when one falls silent.
+
+Started by torchrun or `logra train --processes N`. Every call here is made by all processes in the same order.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from logra.parallel.watch import Watch, watch_of_run
+
+T = TypeVar("T")
+
+
+@dataclass
+class Processes:
+    """This process among those of its run.
+
+    Attributes:
+        place: its number, from 0; the first one writes files and talks.
+        count: how many there are.
+        mesh: over which weights are divided; None for one process.
+        watch: where each process notes what it is doing; None for one process.
+    """
+
+    place: int = 0
+    count: int = 1
+    mesh: Any = None
+    watch: Watch | None = None
+    _phase: str = "start"
+
+    @property
+    def first(self) -> bool:
+        """Whether this one writes and talks."""
+        return self.place == 0
+
+    def gathered(self, value: T) -> list[T]:
+        """What each process has, by place."""
+        if self.count == 1:
+            return [value]
+        found: list[Any] = [None] * self.count
+        dist.all_gather_object(found, value)
+        return found
+
+    def told(self, value: T) -> T:
+        """What the first process has."""
+        if self.count == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def wait(self) -> None:
+        """Until all processes are here."""
+        if self.count > 1:
+            dist.barrier()
+
+    def summed(self, values: Tensor) -> Tensor:
+        """The sum over all processes, fp64."""
+        total = values.to(torch.float64)
+        if self.count > 1:
+            total = total.clone() if total is values else total
+            dist.all_reduce(total)
+        return total
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is so in some process."""
+        return bool(self.summed(torch.tensor([float(flag)], device=self._device)).item())
+
+    def share(self, items: Sequence[T]) -> list[T]:
+        """Of a list that all have, this process's part: every `count`-th item."""
+        return list(items[self.place :: self.count])
+
+    def shared_out(self, items: Sequence[T], work: Callable[[list[T]], Sequence[Any]]) -> list[Any]:
+        """`work` of all items, each process doing its share; results in the order of the items, in every process.
+
+        Raises:
+            ValueError: it did, in some process; then in all of them.
+        """
+        if self.count == 1:
+            return list(work(list(items)))
+        mine: Sequence[Any] = []
+        trouble: str | None = None
+        try:
+            part = self.share(items)
+            mine = work(part) if part else []
+        except ValueError as error:
+            trouble = str(error)
+        phase = self._phase
+        self.notes(f"{phase}, waiting for the others")
+        found = self.gathered((mine, trouble))
+        told = next((each for _, each in found if each is not None), None)
+        if told is not None:
+            raise ValueError(told)
+        self.notes(phase)
+        result: list[Any] = [None] * len(items)
+        for place, (of_process, _) in enumerate(found):
+            result[place :: self.count] = list(of_process)
+        return result
+
+    def all_or_none(self, work: Callable[[], object]) -> None:
+        """Let each process do its part of something that is whole only if all could.
+
+        Raises:
+            OSError: a process could not; the message says which and why.
+        """
+        trouble: str | None = None
+        try:
+            work()
+        except Exception as error:
+            if self.count == 1:
+                raise
+            trouble = f"{type(error).__name__}: {error}"
+        found = [(place, each) for place, each in enumerate(self.gathered(trouble)) if each is not None]
+        if found:
+            place, what = found[0]
+            raise OSError(f"process {place}: {what}")
+
+    @contextmanager
+    def only_first_talks(self) -> Iterator[None]:
+        """What the others write to stdout goes nowhere."""
+        if self.first:
+            yield
+            return
+        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+            yield
+
+    @contextmanager
+    def taking_turns(self) -> Iterator[None]:
+        """One process of a machine after another, for what needs much memory for a while."""
+        here, of = int(os.environ.get("LOCAL_RANK", self.place)), int(os.environ.get("LOCAL_WORLD_SIZE", self.count))
+        for turn in range(of):
+            if turn == here:
+                yield
+            if self.count > 1:
+                dist.barrier()
+
+    def notes(self, phase: str) -> None:
+        """Note what this process is about to do, for the others to read if it falls silent."""
+        self._phase = phase
+        if self.watch is not None:
+            self.watch.note(phase)
+
+    def what_each_was_doing(self) -> list[str]:
+        """The latest note of each process, in words."""
+        return [] if self.watch is None else self.watch.report()
+
+    @property
+    def _device(self) -> str:
+        return "cuda" if self.count > 1 and dist.get_backend() == "nccl" else "cpu"
+
+
+def join(device: str, seconds: float, shard: int = 0) -> Processes:
+    """Join the processes that torchrun started; alone without it.
+
+    Args:
+        device: "cuda" or "cpu".
+        seconds: that one process waits for another before it gives up.
+        shard: processes among which weights are divided, each such group a replica of the others; 0: all.
+
+    Raises:
+        ValueError: `shard` does not divide the number of processes.
+    """
+    count = int(os.environ.get("WORLD_SIZE", "1"))
+    if count == 1:
+        return Processes()
+    shard = shard or count
+    if count % shard:
+        raise ValueError(
+            f"parallel.shard is {shard}, but {count} processes run; it must divide their number, or be 0 for all"
+        )
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=seconds))
+    if shard == count:
+        mesh = init_device_mesh(device, (count,), mesh_dim_names=("shard",))
+    else:
+        mesh = init_device_mesh(device, (count // shard, shard), mesh_dim_names=("replicate", "shard"))
+    return Processes(dist.get_rank(), count, mesh, watch_of_run(dist.get_rank(), count))
+
+
+def leave(processes: Processes) -> None:
+    """Part from the others in good order."""
+    if processes.count > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+        if processes.watch is not None:
+            processes.watch.end()
