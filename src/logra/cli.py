@@ -90,6 +90,8 @@ def main(arguments: list[str] | None = None) -> int:
             return _launched(built[command].processes, given)
         return RUN[command](built[command])
     except (ValueError, ImportError, OSError) as error:
+        if getattr(error, "said_elsewhere", False):
+            return 2
         place = os.environ.get("RANK", "0")
         sys.stderr.write(f"logra {command}{'' if place == '0' else f' (process {place})'}: {error}\n")
         return 2

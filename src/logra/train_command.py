@@ -192,11 +192,11 @@ def _train(settings: TrainSettings, resume: bool, processes: Processes) -> int:
         check_hub(settings.run.push_to_hub)
     mixture = Mixture(settings)  # data and golds are checked before a model loads
     lengths = longest_of(settings, [problem for _, problem in mixture.held_out])
-    planned = processes.told(planned_or_refused(settings, lengths, processes.count) if processes.first else None)
-    folder = RunFolder(settings, resume) if processes.first else FollowedFolder(settings)
+    planned = processes.of_first(lambda: planned_or_refused(settings, lengths, processes.count))
+    folder = _folder(settings, resume, processes)
     processes.notes("loading the model")
     try:
-        checkpoint = processes.told(_checkpoint(folder) if resume else None)
+        checkpoint = processes.of_first(lambda: _checkpoint(folder) if resume else None)
         parts = assemble(settings, checkpoint, mixture, processes)
         if settings.run.probe_longest:
             try_longest(parts.trainer.learn, lengths)
@@ -232,6 +232,13 @@ def _train(settings: TrainSettings, resume: bool, processes: Processes) -> int:
     if planned is not None and processes.first:
         sys.stdout.write(f"memory: planned {planned.peak.total / GIB:.2f} GiB, {_measured_memory(folder)}\n")
     return code
+
+
+def _folder(settings: TrainSettings, resume: bool, processes: Processes) -> RunFolder | FollowedFolder:
+    """Kept by the first process; what is wrong with it, all of them learn."""
+    made: list[RunFolder] = []
+    processes.of_first(lambda: made.append(RunFolder(settings, resume)))
+    return made[0] if made else FollowedFolder(settings)
 
 
 def _measured_memory(folder: RunFolder | FollowedFolder) -> str:

@@ -14,16 +14,17 @@ from types import FrameType
 
 from logra.parallel.watch import Watch
 
-GRACE_SECONDS = 20.0
+GRACE_SECONDS = 10.0
 _PAUSE_SECONDS = 0.1
 
 
-def launch(count: int, arguments: Sequence[str]) -> int:
+def launch(count: int, arguments: Sequence[str], program: Sequence[str] = (sys.executable, "-m", "logra")) -> int:
     """Run `logra ARGUMENTS` in `count` processes; the exit code of the first one that failed, else 0.
 
     Args:
         count: processes.
         arguments: of each of them.
+        program: what takes them.
     """
     from torch.distributed import TCPStore
 
@@ -37,7 +38,7 @@ def launch(count: int, arguments: Sequence[str]) -> int:
         "LOCAL_WORLD_SIZE": str(count),
         "OMP_NUM_THREADS": threads,
     }
-    command = [sys.executable, "-m", "logra", *arguments]
+    command = [*program, *arguments]
     children = [
         subprocess.Popen(command, env=common | {"RANK": str(place), "LOCAL_RANK": str(place)}) for place in range(count)
     ]

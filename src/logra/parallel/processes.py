@@ -20,6 +20,12 @@ from logra.parallel.watch import Watch, watch_of_run
 T = TypeVar("T")
 
 
+class SaidElsewhere(ValueError):
+    """What went wrong in another process, which says it."""
+
+    said_elsewhere = True
+
+
 @dataclass
 class Processes:
     """This process among those of its run.
@@ -36,6 +42,7 @@ class Processes:
     mesh: Any = None
     watch: Watch | None = None
     _phase: str = "start"
+    _leaves: bool = False
 
     @property
     def first(self) -> bool:
@@ -62,6 +69,28 @@ class Processes:
         """Until all processes are here."""
         if self.count > 1:
             dist.barrier()
+
+    def of_first(self, work: Callable[[], T]) -> T:
+        """What the first process gets by `work`, in every process.
+
+        Raises:
+            ValueError: it could not; then all of them raise.
+        """
+        box: list[Any] = [None, None]
+        error: Exception | None = None
+        if self.first:
+            try:
+                box[0] = work()
+            except (ValueError, OSError) as found:
+                error, box[1] = found, str(found)
+        if self.count > 1:
+            dist.broadcast_object_list(box, src=0)
+        if error is not None:
+            raise error
+        if box[1] is not None:
+            raise SaidElsewhere(box[1])
+        result: T = box[0]
+        return result
 
     def summed(self, values: Tensor) -> Tensor:
         """The sum over all processes, fp64."""
@@ -97,9 +126,9 @@ class Processes:
         phase = self._phase
         self.notes(f"{phase}, waiting for the others")
         found = self.gathered((mine, trouble))
-        told = next((each for _, each in found if each is not None), None)
+        told = next(((place, each) for place, (_, each) in enumerate(found) if each is not None), None)
         if told is not None:
-            raise ValueError(told)
+            raise (ValueError if told[0] == self.place else SaidElsewhere)(told[1])
         self.notes(phase)
         result: list[Any] = [None] * len(items)
         for place, (of_process, _) in enumerate(found):
@@ -181,19 +210,21 @@ def join(device: str, seconds: float, shard: int = 0) -> Processes:
 
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    if not dist.is_initialized():
+    leaves = not dist.is_initialized()
+    if leaves:
         dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=seconds))
     if shard == count:
         mesh = init_device_mesh(device, (count,), mesh_dim_names=("shard",))
     else:
         mesh = init_device_mesh(device, (count // shard, shard), mesh_dim_names=("replicate", "shard"))
-    return Processes(dist.get_rank(), count, mesh, watch_of_run(dist.get_rank(), count))
+    watch = watch_of_run(dist.get_rank(), count)
+    return Processes(dist.get_rank(), count, mesh, watch, _leaves=leaves)
 
 
 def leave(processes: Processes) -> None:
     """Part from the others in good order."""
-    if processes.count > 1:
-        dist.barrier()
+    processes.wait()
+    if processes.watch is not None:
+        processes.watch.end()
+    if processes._leaves:
         dist.destroy_process_group()
-        if processes.watch is not None:
-            processes.watch.end()
