@@ -6,8 +6,8 @@
         loss_of(model).backward()
     live.peak, live.at_peak["weights"]
 
-Works on real tensors of any device and on fake ones, which have sizes and no memory. Workspaces that an operation
-takes and gives back inside are not seen.
+Works on real tensors of any device and on fake ones, which have sizes and no memory. Of tensors held in parts, the part
+here counts. Workspaces that an operation takes and gives back inside are not seen.
 """
 
 import weakref
@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -39,6 +40,24 @@ class LiveBytes(TorchDispatchMode):
         self.at_peak: Counter[str] = Counter()
         self._cause = TEMPORARY
         self._held: dict[int, tuple[Any, str, int]] = {}
+
+    def __enter__(self) -> "LiveBytes":
+        """Follow storages that are resized, too: FSDP frees and fills weights in this way."""
+        resize, follow = torch.UntypedStorage.resize_, self._resized
+
+        def resized(storage: Any, size: int) -> Any:
+            result = resize(storage, size)
+            follow(storage)
+            return result
+
+        self._resize = resize
+        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        """Leave storages as they were."""
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*raised)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, and enter the storages it made."""
@@ -67,6 +86,9 @@ class LiveBytes(TorchDispatchMode):
         self.peak, self.at_peak = self.now, self.by_cause.copy()
 
     def _enter(self, tensor: Tensor, cause: str, again: bool = False) -> None:
+        tensor = getattr(tensor, "_local_tensor", tensor)
+        if tensor.device.type == "meta":
+            return
         storage = tensor.untyped_storage()
         key = storage._cdata
         known = self._held.get(key)
@@ -80,6 +102,18 @@ class LiveBytes(TorchDispatchMode):
         self._held[key] = (weakref.ref(storage, lambda _: self._leave(key)), cause, size)
         self.now += size
         self.by_cause[cause] += size
+        if self.now > self.peak:
+            self.peak, self.at_peak = self.now, self.by_cause.copy()
+
+    def _resized(self, storage: Any) -> None:
+        key = storage._cdata
+        if key not in self._held:
+            return
+        held, cause, before = self._held[key]
+        size = storage.nbytes()
+        self._held[key] = (held, cause, size)
+        self.now += size - before
+        self.by_cause[cause] += size - before
         if self.now > self.peak:
             self.peak, self.at_peak = self.now, self.by_cause.copy()
 

@@ -170,6 +170,8 @@ def plan_method(
     stored = stored_bytes(size, settings)
     shared = {cause: math.ceil(count / device.count) for cause, count in stored.items()}
     shared["projections"] = stored["projections"]  # bits, whole on every device
+    if device.count > 1 and method == "logra" and settings.method.logra.sketch_sync == "update":
+        shared["whole sketches"] = 4 * settings.method.logra.rank * size.rows
     if settings.learning.reference_kl > 0:
         shared["reference model"] = math.ceil(WEIGHT_BYTES[settings.model.weights] * size.total / device.count)
     stages = [
@@ -180,7 +182,7 @@ def plan_method(
     if settings.method.kl.budget is not None:
         stages.append(Stage("KL probe", {**shared, **_probe(config, size, settings, lengths, device)}))
     stages.append(Stage("step", {**shared, "step": _step(size, settings, device)}))
-    stages.append(Stage("rollout", {**at_rest, **_rollout(config, size, settings, lengths)}))
+    stages.append(Stage("rollout", {**at_rest, **_rollout(config, size, settings, lengths, device)}))
     return MethodPlan(method, tuple(stages), _sync(size, settings))
 
 
@@ -228,12 +230,14 @@ def _gathered(size: ModelSize, settings: TrainSettings, device: Device, stage: s
     """What is whole on a device for a while although it is stored in parts; the output layer is, to the end."""
     if device.count == 1:
         return {}
-    blocks = 2 * 2 * size.block  # the block at work and the one that is fetched meanwhile, in bf16
-    whole = blocks + 2 * size.head
+    each = 4 if settings.model.compute == "fp32" else 2
+    blocks = 2 * each * size.block  # the block at work and the one that is fetched meanwhile
+    whole = blocks + each * size.head
     if stage != "blocks":
         return {"gathered weights": whole}
     if settings.method.name == "logra":
-        return {"gathered weights": whole, "gradients of a block": 4 * settings.method.logra.rank * size.block_rows}
+        waits = 0 if settings.method.logra.sketch_sync == "update" else 4 * settings.method.logra.rank * size.block_rows
+        return {"gathered weights": whole, "gradients of a block": waits}
     if settings.method.name == "lora":
         return {"gathered weights": whole}
     return {"gathered weights": whole, "gradients of a block": 4 * size.block}
@@ -260,18 +264,20 @@ def _step(size: ModelSize, settings: TrainSettings, device: Device) -> int:
     return 4 * 4 * min(size.largest, BLOCK_ELEMENTS.get(device.kind, OTHER_BLOCK_ELEMENTS))
 
 
-def _rollout(config: Any, size: ModelSize, settings: TrainSettings, lengths: Lengths) -> dict[str, int]:
-    """In this process: bf16 copies of fp32 weights, the key/value cache, and logits of one position of all rows."""
+def _rollout(config: Any, size: ModelSize, settings: TrainSettings, lengths: Lengths, device: Device) -> dict[str, int]:
+    """In this process: bf16 copies of fp32 weights (of divided ones, a whole copy), the key/value cache, and logits of
+    one position of all rows.
+    """
     text, rollout, evaluation = config.get_text_config(), settings.rollout, settings.evaluation
     short = settings.model.compute != "fp32"
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     keys = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    most = max(rollout.prompts * rollout.samples, evaluation.problems * evaluation.samples)
+    most = max(rollout.prompts * rollout.samples, evaluation.problems * evaluation.samples) // device.count
     rows = min(rollout.max_rows, most)
     cache = 2 * text.num_hidden_layers * keys * head_dim * rows * lengths.width * (2 if short else 4)
-    whole = settings.model.weights == "float32" and short
+    whole = device.count > 1 or (settings.model.weights == "float32" and short)
     return {
-        "rollout weights": 2 * size.total if whole else 0,
+        "rollout weights": (2 if short else 4) * size.total if whole else 0,
         "key/value cache": cache,
         "logits of a position": 5 * 4 * rows * text.vocab_size,
     }

@@ -71,6 +71,7 @@ def learning_stages(
     activations kept for backward, logits, and what backward makes on its way. With `gathered`, blocks compute with
     weights that sharding gathers in bf16, adapters too, so that autocast makes no copies of its own.
     """
+    gathered = gathered and settings.model.compute != "fp32"
     if gathered:
         settings = replace(settings, model=replace(settings.model, weights="bfloat16", compute="bf16"))
     period = _period(getattr(config, "layer_types", None))

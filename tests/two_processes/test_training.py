@@ -3,7 +3,10 @@
 import contextlib
 import io
 import json
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +231,59 @@ def test_a_process_that_fails_ends_the_run_which_can_go_on(
     assert lines(folder) == lines(never_failed)
 
 
+def test_replicas_train_as_one(four: Workers, tmp_path: Path) -> None:
+    """Two replicas of a model divided in two; their checkpoint goes on in one process."""
+    arguments = [*COMMON, "--run.updates", "2"]
+    assert main(["train", *arguments, "--run.folder", str(tmp_path / "one")]) == 0
+    assert four(run, [*arguments, "--run.folder", str(tmp_path / "four"), "--parallel.shard", "2"]) == [0] * 4
+    theirs = weights(tmp_path / "one" / "model")
+    for key, value in weights(tmp_path / "four" / "model").items():
+        assert torch.allclose(value, theirs[key], atol=1e-5 * float(value.abs().max())), key
+    assert main(["train", "--resume", str(tmp_path / "four"), "--run.updates", "3"]) == 0
+    assert {code for code, _ in four(said, [*arguments, "--parallel.shard", "3"])} == {2}
+
+
+def test_a_signal_ends_all_processes_after_the_same_update(two: Workers, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    command = [sys.executable, "-m", "logra", "train", "--processes", "2", *COMMON, "--run.folder", str(folder)]
+    running = subprocess.Popen([*command, "--run.updates", "5000"], stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not (folder / "metrics.jsonl").exists() or len(lines(folder)) < 4:
+        assert time.monotonic() < deadline
+        assert running.poll() is None
+        time.sleep(0.05)
+    running.send_signal(signal.SIGINT)
+    told, _ = running.communicate(timeout=60)
+    assert running.returncode == 128 + signal.SIGINT, told
+    done = lines(folder)[-1]["update"]
+    assert told.count(f"SIGINT: {done} of 5000 updates are done") == 1
+    assert damage(folder / f"checkpoint-{done}") is None
+    assert two(run, ["--resume", str(folder), "--run.updates", str(done + 1)]) == [0, 0]
+
+
+def rows_with_reward(folder: Path, body: str) -> list[str]:
+    """Arguments for a task of 40 rows that a user's reward scores."""
+    (folder / "reward.py").write_text(f"def score(prompts, completions, group_ids, sample_ids, **more):\n    {body}\n")
+    (folder / "rows.jsonl").write_text("".join(f'{{"q": "{n} + 1 =", "a": "{n + 1}"}}\n' for n in range(40)))
+    source: dict[str, Any] = {"path": str(folder / "rows.jsonl"), "prompt": "q", "answer": "a"}
+    source["rewards"] = {f"{folder / 'reward.py'}:score": 1.0}
+    return ["--task.names", '{"mine": 1.0}', "--task.sources", json.dumps({"mine": source})]
+
+
+def test_a_reward_sees_whole_groups(two: Workers, tmp_path: Path) -> None:
+    written = tmp_path / "seen.txt"
+    body = (
+        f"open({str(written)!r}, 'a').write(f'{{group_ids}} {{sample_ids}}\\n'); "
+        f"return [len(text) % 2 for text in completions]"
+    )
+    mine = rows_with_reward(tmp_path, body)
+    arguments = [*COMMON, *mine, "--run.updates", "1", "--evaluation.problems", "4", "--run.folder"]
+    assert two(run, [*arguments, str(tmp_path / "run")]) == [0, 0]
+    seen = sorted(set(written.read_text().splitlines()))
+    groups = [line for line in seen if line.count(",") == 6]  # four group ids, four sample ids
+    assert groups == [f"{[g] * 4} {list(range(4 * g, 4 * g + 4))}" for g in range(6)]
+
+
 def said(processes: Processes, arguments: list[str]) -> tuple[int, str]:
     with contextlib.redirect_stderr(io.StringIO()) as told:
         code = main(["train", *arguments])
@@ -242,11 +298,7 @@ def test_what_is_wrong_is_said_once(two: Workers, tmp_path: Path) -> None:
     assert (code, other_code) == (2, 2)
     assert "is not empty and holds no run" in told
     assert other_told == ""
-    (tmp_path / "reward.py").write_text("def score(completions, **more):\n    raise KeyError('no such column')\n")
-    (tmp_path / "rows.jsonl").write_text("".join(f'{{"q": "{n} + 1 =", "a": "{n + 1}"}}\n' for n in range(40)))
-    source = {"path": str(tmp_path / "rows.jsonl"), "prompt": "q", "answer": "a"}
-    source["rewards"] = {f"{tmp_path / 'reward.py'}:score": 1.0}  # type: ignore[assignment]
-    mine = ["--task.names", '{"mine": 1.0}', "--task.sources", json.dumps({"mine": source})]
+    mine = rows_with_reward(tmp_path, "raise KeyError('no such column')")
     answers = two(said, [*COMMON, *mine, "--run.folder", str(tmp_path / "other")])
     assert [code for code, _ in answers] == [2, 2]
     assert sorted("no such column" in told for _, told in answers) == [False, True]
