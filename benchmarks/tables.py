@@ -182,17 +182,38 @@ def paper_plan() -> str:
         f"{found['settings']['rank']}; tracked by PyTorch's `FSDPMemTracker` on fake tensors, planned by `logra plan`, "
         f"and the average that the paper reports.",
         "",
-        "| model | devices | method | tracked peak | planned peak | paper, average |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| model | devices | method | tracked average | tracked peak | planned peak | paper, average |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in found["rows"]:
         planned = f"{row['planned_bytes'] / 2**30:.2f}" if "planned_bytes" in row else "-"
         paper = row["paper_average_gib"] or "-"
         name = {"port": "LoGRA as the authors' port holds it"}.get(row["way"], row["way"])
         label = row["model"].split(" ")[0]
-        lines.append(
-            f"| {label} | {row['devices']} | {name} | {row['tracked_bytes'] / 2**30:.2f} | {planned} | {paper} |"
-        )
+        average = f"{row['average_bytes'] / 2**30:.2f}" if "average_bytes" in row else "-"
+        tracked = f"{average} | {row['tracked_bytes'] / 2**30:.2f}"
+        lines.append(f"| {label} | {row['devices']} | {name} | {tracked} | {planned} | {paper} |")
+    return "\n".join(lines)
+
+
+def two_processes() -> str:
+    """LoGRA beside AdamW under FSDP2, in two processes."""
+    found = result("two_processes")
+    lines = [
+        f"`{found['command']}`: SmolLM2-135M, {found['settings']['processes']} processes, rank "
+        f"{found['settings']['rank']}; a process's bytes in one update of fixed responses, MiB.",
+        "",
+        "| method | compute | measured peak | planned peak | gathered | reduced |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in (row for row in found["rows"] if "collective_bytes" in row):
+        sent = {
+            kind: sum(count for name, count in row["collective_bytes"].items() if kind in name)
+            for kind in ("allgather", "reduce_scatter")
+        }
+        numbers = (max(row["peak_bytes"]), row["planned_bytes"], sent["allgather"], sent["reduce_scatter"])
+        cells = " | ".join(f"{number / 2**20:,.1f}" for number in numbers)
+        lines.append(f"| {row['method']} | {row['compute']} | {cells} |")
     return "\n".join(lines)
 
 
@@ -203,6 +224,7 @@ PLACES = (
     ("docs/experiments.md", "beside trl", beside_trl),
     ("docs/memory.md", "cards", cards),
     ("docs/memory.md", "paper plan", paper_plan),
+    ("docs/processes.md", "two processes", two_processes),
     ("docs/reference.md", "all settings", all_settings),
     ("docs/reference.md", "metrics", metrics),
     ("docs/reference.md", "alarms", alarms),

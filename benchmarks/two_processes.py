@@ -149,6 +149,33 @@ def learned(method: str, updates: int) -> dict[str, Any]:
     }
 
 
+def alone_and_together(compute: str, seed: int) -> dict[str, Any]:
+    """The tiny policy by one process and by two: share of equal ids in the first update, and scores at the end."""
+    scores, drawn = [], []
+    for count in (1, COUNT):
+        folder = FOLDER / f"tiny-{compute}-{seed}-{count}"
+        shutil.rmtree(folder, ignore_errors=True)
+        arguments = ["train", "--config", "recipes/tiny.yaml", "--run.folder", str(folder), "--run.updates", "40"]
+        arguments += ["--model.compute", compute, "--run.seed", str(seed), "--rollout.record", "true"]
+        arguments += ["--evaluation.every", "0", "--run.save_every", "0"]
+        if launch(count, arguments) != 0:
+            raise RuntimeError(f"the tiny run by {count} processes failed")
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        scores.append([line["evaluation"]["pass@1"] for line in lines if "evaluation" in line])
+        first = (folder / "batches" / "update-000001.jsonl").read_text().splitlines()
+        drawn.append([json.loads(line)["completion_ids"] for line in first])
+    same = [a == b for one, two in zip(*drawn, strict=True) for a, b in zip(one, two, strict=False)]
+    longest = sum(max(len(one), len(two)) for one, two in zip(*drawn, strict=True))
+    return {
+        "tiny": compute,
+        "seed": seed,
+        "share_of_equal_ids": sum(same) / longest,
+        "before": scores[0][0],
+        "after_alone": scores[0][-1],
+        "after_together": scores[1][-1],
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--updates", type=int, default=6)
@@ -164,16 +191,23 @@ def main() -> None:
         for compute in ("fp32", "bf16"):
             rows.append(measured(method, compute))
             print(json.dumps(rows[-1]), flush=True)
+    for compute in ("fp32", "bf16"):
+        for seed in range(3):
+            rows.append(alone_and_together(compute, seed))
+            print(json.dumps(rows[-1]), flush=True)
     for method in METHODS:
         rows.append(learned(method, arguments.updates))
         print(json.dumps(rows[-1]), flush=True)
     reduced = {(row["method"], row["compute"]): _reduced(row) for row in rows if "compute" in row}
     of = {row["method"]: row for row in rows if "seconds" in row}
     config = config_of(MODEL)
+    pairs = [row for row in rows if "tiny" in row]
     ratios = {
         "reduced_bytes_over_adamw": reduced["logra", "fp32"] / reduced["adamw", "fp32"],
         "peak_over_plan": max(row["peak_over_plan"] for row in rows if "compute" in row),
         "logra_learning_over_adamw": of["logra"]["seconds"]["learning"] / of["adamw"]["seconds"]["learning"],
+        "equal_ids_fp32": min(row["share_of_equal_ids"] for row in pairs if row["tiny"] == "fp32"),
+        "equal_ids_bf16": min(row["share_of_equal_ids"] for row in pairs if row["tiny"] == "bf16"),
         "logra_peak_over_adamw": max(rows[0]["peak_bytes"]) / max(rows[2]["peak_bytes"]),
     }
     rank = settings_of("logra").method.logra.rank

@@ -100,10 +100,6 @@ class Processes:
             dist.all_reduce(total)
         return total
 
-    def any(self, flag: bool) -> bool:
-        """Whether it is so in some process."""
-        return bool(self.summed(torch.tensor([float(flag)], device=self._device)).item())
-
     def share(self, items: Sequence[T]) -> list[T]:
         """Of a list that all have, this process's part: every `count`-th item."""
         return list(items[self.place :: self.count])
@@ -182,10 +178,6 @@ class Processes:
         """The latest note of each process, in words."""
         return [] if self.watch is None else self.watch.report()
 
-    @property
-    def _device(self) -> str:
-        return "cuda" if self.count > 1 and dist.get_backend() == "nccl" else "cpu"
-
 
 def join(device: str, seconds: float, shard: int = 0) -> Processes:
     """Join the processes that torchrun started; alone without it.
@@ -212,7 +204,8 @@ def join(device: str, seconds: float, shard: int = 0) -> Processes:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     leaves = not dist.is_initialized()
     if leaves:
-        dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=seconds))
+        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"  # numbers per row are summed where they are
+        dist.init_process_group(backend, timeout=timedelta(seconds=seconds))
     if shard == count:
         mesh = init_device_mesh(device, (count,), mesh_dim_names=("shard",))
     else:
