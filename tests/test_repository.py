@@ -44,6 +44,7 @@ def test_imports_run_one_way() -> None:
         "parallel",
         "sketch",
         "optim",
+        "sync",
         "rl",
         "kl",
         "divide",

@@ -190,6 +190,54 @@ static PyObject *native_floor(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
+FOR_EACH_CPU
+static uint64_t digest_row16(const uint16_t *restrict bits, int64_t columns, uint64_t start)
+{
+    uint64_t total = 0;
+    for (int64_t j = 0; j < columns; j++) {
+        uint64_t h = start + (uint64_t)j * 0x9E3779B97F4A7C15u + (uint64_t)bits[j] * 0xC2B2AE3D27D4EB4Fu;
+        h ^= h >> 32;
+        h *= 0xD6E8FEB86659FD93u;
+        h ^= h >> 29;
+        total += h;
+    }
+    return total;
+}
+
+FOR_EACH_CPU
+static uint64_t digest_row32(const uint32_t *restrict bits, int64_t columns, uint64_t start)
+{
+    uint64_t total = 0;
+    for (int64_t j = 0; j < columns; j++) {
+        uint64_t h = start + (uint64_t)j * 0x9E3779B97F4A7C15u + (uint64_t)bits[j] * 0xC2B2AE3D27D4EB4Fu;
+        h ^= h >> 32;
+        h *= 0xD6E8FEB86659FD93u;
+        h ^= h >> 29;
+        total += h;
+    }
+    return total;
+}
+
+static PyObject *native_digest(PyObject *self, PyObject *args)
+{
+    unsigned long long values, start;
+    long long rows, columns, total_columns, width;
+    uint64_t total = 0;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "KLLLLK", &values, &rows, &columns, &total_columns, &width, &start))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    for (int64_t i = 0; i < rows; i++) {
+        uint64_t row = start + (uint64_t)(i * total_columns) * 0x9E3779B97F4A7C15u;
+        if (width == 2)
+            total += digest_row16((const uint16_t *)(uintptr_t)values + i * columns, columns, row);
+        else
+            total += digest_row32((const uint32_t *)(uintptr_t)values + i * columns, columns, row);
+    }
+    Py_END_ALLOW_THREADS
+    return PyLong_FromUnsignedLongLong(total);
+}
+
 static PyMethodDef methods[] = {
     {"fill", native_fill, METH_VARARGS, "fill(out, rows, blocks, first_row, first_block, key, purpose, update)"},
     {"split_read", native_split_read, METH_VARARGS,
@@ -197,6 +245,7 @@ static PyMethodDef methods[] = {
     {"split_round", native_split_round, METH_VARARGS,
      "split_round(value, upper, low, rows, columns, first_row, key, noise_purpose, update, dither_purpose)"},
     {"floor", native_floor, METH_VARARGS, "floor(value, upper, rows, columns, first_row, key, purpose, update)"},
+    {"digest", native_digest, METH_VARARGS, "digest(values, rows, columns, total_columns, width, start)"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """W <- decay W - scales (Q B), row block by row block, with the share of the step that arrived."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -96,8 +97,20 @@ def formed(storage: WeightStorage, step: LayerStep) -> Tensor:
     return torch.cat(parts) if parts else storage.layer.rows_view
 
 
-def merge(storage: WeightStorage, step: LayerStep, share: RealisedShare | None = None) -> None:
-    """Apply one step in place. Call it inside `exact_products`; the bits do not depend on the blocking."""
+def merge(
+    storage: WeightStorage,
+    step: LayerStep,
+    share: RealisedShare | None = None,
+    watch: Callable[[range, Block], None] | None = None,
+) -> None:
+    """Apply one step in place. Call it inside `exact_products`; the bits do not depend on the blocking.
+
+    Args:
+        storage: of the weight.
+        step: to take.
+        share: counts what arrives.
+        watch: is shown each block of rows held here once it is written.
+    """
     blocks = row_blocks(len(storage.layer.rows.mine), storage.layer.in_features, step.factors.device.type)
     period = min(SHARE_PERIOD, len(blocks))
     for index, rows in enumerate(blocks):
@@ -110,4 +123,6 @@ def merge(storage: WeightStorage, step: LayerStep, share: RealisedShare | None =
             intended = move.neg_() if start is before.stored else (start - before.stored).sub_(move)
             share.add(before, intended, after)
         storage.write(rows, after)
+        if watch is not None:
+            watch(rows, after)
     storage.mark()

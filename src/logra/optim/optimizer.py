@@ -14,6 +14,7 @@ step comes in two phases, `propose()` and then `apply(alpha)` or `discard()`.
 import math
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ class LograOptimizer(torch.optim.Optimizer):
         updates: updates applied. skipped: updates skipped (non-finite, no backward). zero_updates:
             applied updates without a direction.
         last: the `AppliedUpdate` of the latest step.
+        watcher: is told of each merge (`logra.sync.source.FactorSource`), or None.
 
     Raises:
         ValueError: settings or model are unusable; the message names value, what is allowed, and remedy.
@@ -64,6 +66,7 @@ class LograOptimizer(torch.optim.Optimizer):
         self.set_gradient_divide_factor(self._holders.all_count)
         self.updates = self.skipped = self.zero_updates = 0
         self.last: AppliedUpdate | None = None
+        self.watcher: Any = None
         self._proposal: Proposal | None = None
         self._complete = False
         self._others = others_of(model, self.sketches)
@@ -84,13 +87,13 @@ class LograOptimizer(torch.optim.Optimizer):
         self.storages = make_storages(self.sketches, s.storage, s.seed, s.dithered_copy)
         for parameter in self._others:
             parameter.requires_grad_(parameter.requires_grad and trained)
-        self._trained_others = [parameter for parameter in self._others if parameter.requires_grad]
+        self.trained_others = [parameter for parameter in self._others if parameter.requires_grad]
         selected = {"params": [layer.weight for layer in self.sketches], "lr": s.lr, "weight_decay": s.weight_decay}
         super().__init__([selected], {"lr": s.lr, "weight_decay": s.weight_decay})
         self._adamw: torch.optim.AdamW | None = None
-        if self._trained_others:
+        if self.trained_others:
             self._adamw = torch.optim.AdamW(
-                self._trained_others, lr=s.others_lr, betas=s.others_betas, weight_decay=s.others_weight_decay
+                self.trained_others, lr=s.others_lr, betas=s.others_betas, weight_decay=s.others_weight_decay
             )
             self.add_param_group(dict(self._adamw.param_groups[0]))
             self._share_with_adamw()
@@ -154,7 +157,7 @@ class LograOptimizer(torch.optim.Optimizer):
             storage.follow()
         moments = {name: self._state(name)["row_second_moment"] for name in self.sketches.layers}
         self.sketches.complete()
-        grads = [local(parameter.grad) for parameter in self._trained_others if parameter.grad is not None]
+        grads = [local(parameter.grad) for parameter in self.trained_others if parameter.grad is not None]
         square_norm = (
             torch.stack([torch.linalg.vector_norm(g.float()).cpu() for g in grads]).square().sum() if grads else None
         )
@@ -183,11 +186,16 @@ class LograOptimizer(torch.optim.Optimizer):
             proposed.check_current()
         self._warn_of_unreached_layers()
         share = RealisedShare.zero(self._device)
+        watcher = self.watcher
+        if watcher is not None:
+            watcher.begin(proposal.update)
         with exact_products(self._device.type):
             for proposed in proposal.layers:
-                step = proposal.step_of(proposed, alpha)
+                layer, step = proposed.layer, proposal.step_of(proposed, alpha)
                 if step is not None:
-                    merge(self.storages[proposed.layer.name], step, share)
+                    merge(self.storages[layer.name], step, share, watcher and partial(watcher.block, layer))
+                if watcher is not None:
+                    watcher.layer(layer, step)
                 self._state(proposed.layer.name)["row_second_moment"] = proposed.next_second_moment
         share = share.summed(self._holders)
         self._step_others(alpha, proposal.clip)
@@ -207,16 +215,16 @@ class LograOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def others_after(self) -> tuple[list[nn.Parameter], list[Tensor]]:
         """The other parameters that are trained, and their values after the proposed step; nothing is changed."""
-        if self._proposal is None or not self._trained_others:
+        if self._proposal is None or not self.trained_others:
             return [], []
-        clip, grads = self._proposal.clip, [parameter.grad for parameter in self._trained_others]
-        for parameter in self._trained_others:
+        clip, grads = self._proposal.clip, [parameter.grad for parameter in self.trained_others]
+        for parameter in self.trained_others:
             parameter.grad = None if parameter.grad is None else parameter.grad.clone()  # clipping changes them
-        after, state = values_after(self, self._trained_others, lambda: self._step_others(1.0, clip))
-        put_back(self, self._trained_others, state)
-        for parameter, grad in zip(self._trained_others, grads, strict=True):
+        after, state = values_after(self, self.trained_others, lambda: self._step_others(1.0, clip))
+        put_back(self, self.trained_others, state)
+        for parameter, grad in zip(self.trained_others, grads, strict=True):
             parameter.grad = grad
-        return self._trained_others, after
+        return self.trained_others, after
 
     def discard(self) -> None:
         """Drop the proposal. Sketches, weights, moments and counters are as if it had never been made."""
@@ -234,7 +242,7 @@ class LograOptimizer(torch.optim.Optimizer):
         """What was gathered is used up: sketches, and with them the other parameters' gradients."""
         self._proposal = None
         self.sketches.draw(self.updates + 1)
-        for parameter in self._trained_others:
+        for parameter in self.trained_others:
             parameter.grad = None
 
     @property
@@ -250,7 +258,7 @@ class LograOptimizer(torch.optim.Optimizer):
         if self._adamw is None:
             return
         rates = [group["lr"] for group in self._adamw.param_groups]
-        for parameter in self._trained_others:
+        for parameter in self.trained_others:
             if parameter.grad is not None and clip != 1.0:
                 parameter.grad.mul_(clip)
         try:
@@ -356,13 +364,13 @@ class LograOptimizer(torch.optim.Optimizer):
         """Bytes now held for training beside the model: sketches, row moments, projections, storage extras, AdamW."""
         layers = list(self.sketches)
         projections = [group.projection for group in self.sketches.groups.values()]
-        adamw = [t for p in self._trained_others for t in self.state[p].values() if isinstance(t, Tensor)]
+        adamw = [t for p in self.trained_others for t in self.state[p].values() if isinstance(t, Tensor)]
         return {
             "sketches": sum(_bytes(layer.sketch) for layer in layers if layer.sketch is not None),
             "row_second_moments": sum(_bytes(self._state(layer.name)["row_second_moment"]) for layer in layers),
             "projections": sum(projection.kept_bytes() for projection in projections if projection is not None),
             "storage_extras": sum(storage.extra_bytes() for storage in self.storages.values()),
-            "others": sum(map(_bytes, adamw)) + sum(_bytes(p.grad) for p in self._trained_others if p.grad is not None),
+            "others": sum(map(_bytes, adamw)) + sum(_bytes(p.grad) for p in self.trained_others if p.grad is not None),
         }
 
     def detach(self) -> None:

@@ -25,10 +25,15 @@ from logra.random_bits import BitStream, Purpose
 
 @dataclass(frozen=True)
 class WeightBits:
-    """The random bits of one weight, keyed by the run's seed and the weight's stable name."""
+    """The random bits of one weight, keyed by the run's seed and the weight's stable name.
+
+    Attributes:
+        first_column: of what is held, where that is a slice of the weight's columns.
+    """
 
     seed: int
     name: str
+    first_column: int = 0
 
     def stream(self, purpose: Purpose, update: int) -> BitStream:
         """Bits of one purpose at one update; the dither is the same at all of them."""
@@ -36,7 +41,8 @@ class WeightBits:
 
     def lanes(self, purpose: Purpose, update: int, rows: range, like: Tensor, bits: int) -> Tensor:
         """int32 [rows, columns of `like`], each entry below 2^bits."""
-        lanes = self.stream(purpose, update).lanes(rows, range(like.shape[1]), bits, like.device)
+        columns = range(self.first_column, self.first_column + like.shape[1])
+        lanes = self.stream(purpose, update).lanes(rows, columns, bits, like.device)
         return lanes.to(torch.int32).bitwise_and_((1 << bits) - 1)
 
 
@@ -44,7 +50,7 @@ def read_split(upper: Tensor, low: Tensor, bits: WeightBits, rows: range) -> Ten
     """fp32 values whose 24 bits are stored as bf16 `upper` and uint8 `low`."""
     _expect(upper, torch.bfloat16)
     _expect(low, torch.uint8)
-    if _use_native(upper, low):
+    if _use_native(bits, upper, low):
         value = torch.empty(upper.shape, dtype=torch.float32, device="cpu")
         key = bits.stream(Purpose.DITHER, 0).key
 
@@ -62,7 +68,7 @@ def read_split(upper: Tensor, low: Tensor, bits: WeightBits, rows: range) -> Ten
 def round_to_split(value: Tensor, bits: WeightBits, rows: range, update: int) -> tuple[Tensor, Tensor]:
     """Round fp32 `value` to 24 bits stochastically, in place, and give its stored parts: bf16 upper, uint8 low."""
     _expect(value, torch.float32)
-    if _use_native(value):
+    if _use_native(bits, value):
         upper = torch.empty(value.shape, dtype=torch.bfloat16, device="cpu")
         low = torch.empty(value.shape, dtype=torch.uint8, device="cpu")
         key = bits.stream(Purpose.ROUNDING, update).key
@@ -96,7 +102,7 @@ def nearest_24_bits(value: Tensor) -> Tensor:
 def floor_to_bf16(value: Tensor, bits: WeightBits, rows: range, purpose: Purpose, update: int = 0) -> Tensor:
     """bf16 of fp32 `value` (left as it is) after adding `purpose`'s 16 bits: stochastic rounding, or a fixed dither."""
     _expect(value, torch.float32)
-    if _use_native(value):
+    if _use_native(bits, value):
         upper = torch.empty(value.shape, dtype=torch.bfloat16, device="cpu")
         stream = bits.stream(purpose, update)
 
@@ -117,5 +123,7 @@ def _expect(tensor: Tensor, dtype: torch.dtype) -> None:
         raise TypeError(f"rounding needs {dtype}, got {tensor.dtype}")
 
 
-def _use_native(*tensors: Tensor) -> bool:
-    return native is not None and all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors)
+def _use_native(bits: WeightBits, *tensors: Tensor) -> bool:
+    if native is None or bits.first_column:  # the helper counts columns from the first
+        return False
+    return all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors)

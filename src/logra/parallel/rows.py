@@ -112,7 +112,9 @@ class Rows:
             padded = part.new_zeros(self.each, *part.shape[1:])
             padded[: len(part)] = part
         full = part.new_empty(self.each * self.holders.count, *part.shape[1:])
-        _all_gather(full, padded.contiguous(), group=self.holders.group)
+        # As bytes: gloo has no 16-bit integers.
+        places = (full.view(-1).view(torch.uint8), padded.contiguous().view(-1).view(torch.uint8))
+        _all_gather(*places, group=self.holders.group)
         return full[: self.total]
 
     def as_dtensor(self, part: Tensor) -> Tensor:

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rollout replica: it owns its version, refuses what does not follow it, and answers with a digest of the result."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from logra.optim.digest import MASK, digest_of, name_key
+from logra.optim.factors import exact_products
+from logra.optim.merge import LayerStep
+from logra.sketch.projection import KINDS
+from logra.sketch.targets import is_conv1d, stable_name
+from logra.sync.full import decode_piece, is_piece
+from logra.sync.held import HeldWeight, Slice
+from logra.sync.layout import Layout, near_misses
+from logra.sync.message import DamagedMessage, SyncMessage, decode
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a replica says to a message.
+
+    Attributes:
+        version: that it has now; None while it has no whole state.
+        digest: of the weights it computes with; None likewise.
+        refusal: why it did not take the message, or None.
+    """
+
+    version: int | None
+    digest: int | None
+    refusal: str | None = None
+
+    def to_bytes(self) -> bytes:
+        """As it travels."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "Answer":
+        """As it came."""
+        return cls(**json.loads(data))
+
+
+class Replica:
+    """The weights of one engine, or of one of its tensor-parallel parts.
+
+    Args:
+        layout: as the trainer told it.
+        slices: by name of each selected weight, where its values are; several where a model holds it in several parts.
+        whole: by name, the tensors that travel whole (views of the model's).
+        changed: called after weights changed: key/value and prefix caches made with others must go.
+        keep_on: device of what is kept beside weights.
+
+    Raises:
+        ValueError: a weight of the layout is nowhere in the model; the message names near ones.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        slices: Mapping[str, Sequence[Slice]],
+        whole: Mapping[str, Tensor],
+        changed: Callable[[], None] = lambda: None,
+        keep_on: str | None = None,
+    ) -> None:
+        self.layout, self.whole, self.changed = layout, whole, changed
+        self.version: int | None = None
+        self.digest: int | None = None
+        self._next_piece = 0
+        missing = [each.name for each in layout.weights if not slices.get(each.name)]
+        missing += [each.name for each in layout.whole if each.name not in whole]
+        if missing:
+            near = near_misses(missing[0], [*slices, *whole])
+            raise ValueError(
+                f"{len(missing)} of {len(layout.weights) + len(layout.whole)} weights of the trainer are not in this "
+                f"model, such as {missing[0]!r}{near}; is it the same model?"
+            )
+        self.held = {
+            each.name: [HeldWeight(each, part, layout.seed, keep_on) for part in slices[each.name]]
+            for each in layout.weights
+        }
+
+    @torch.no_grad()
+    def handle(self, data: bytes) -> Answer:
+        """Take a message or a piece of a full state, or say why not; what is refused changes nothing."""
+        try:
+            if is_piece(data):
+                return self._take_piece(data)
+            return self._take(decode(self.layout, data))
+        except DamagedMessage as error:
+            return self._refusal(str(error))
+
+    def _take(self, message: SyncMessage) -> Answer:
+        if self.version is None:
+            return self._refusal("this replica has no whole state; it needs a full one")
+        if message.base != self.version:
+            return self._refusal(f"the message follows version {message.base}, this replica has {self.version}")
+        self.version = self.digest = None  # until all of it is merged
+        digest = 0
+        device = next(iter(self.held.values()))[0].held.computing.device if self.held else torch.device("cpu")
+        integers: dict[str, Tensor] = {}
+        with exact_products(device.type):
+            for weight in self.layout.weights:
+                step = message.steps.get(weight.name)
+                for held in self.held[weight.name]:
+                    if step is None:
+                        digest += held.digest()
+                        continue
+                    if weight.group not in integers:
+                        integers = {weight.group: self._integers(weight, message.update, device)}
+                    rows, columns = held.held.rows, held.held.columns
+                    part = LayerStep(
+                        step.integers[rows.start : rows.stop].to(device),
+                        integers[weight.group][:, columns.start : columns.stop].contiguous(),
+                        step.scales[rows.start : rows.stop].to(device),
+                        step.decay_factor,
+                        message.update,
+                    )
+                    digest += held.merge(part)
+        for name, value in message.whole.items():
+            self.whole[name].copy_(value.to(self.whole[name].device))
+        self.changed()
+        self.version, self.digest = message.version, (digest + self._whole_digest()) & MASK
+        return Answer(self.version, self.digest)
+
+    def _integers(self, weight: Any, update: int, device: torch.device) -> Tensor:
+        layout = self.layout
+        made = KINDS[layout.projection](layout.seed, weight.group, update, weight.rank, weight.columns, device)
+        return made.integers()
+
+    def _take_piece(self, data: bytes) -> Answer:
+        piece = decode_piece(self.layout, data)
+        if piece.index not in (0, self._next_piece):
+            return self._refusal(f"piece {piece.index} came when {self._next_piece} was expected")
+        self.version = self.digest = None
+        self._next_piece = piece.index + 1
+        if piece.index < len(self.layout.weights):
+            for held in self.held[self.layout.weights[piece.index].name]:
+                rows, columns = held.held.rows, held.held.columns
+                held.load(piece.values[rows.start : rows.stop, columns.start : columns.stop])
+        else:
+            name = self.layout.whole[piece.index - len(self.layout.weights)].name
+            self.whole[name].copy_(piece.values.to(self.whole[name].device))
+        if piece.last:
+            self._next_piece = 0
+            self.changed()
+            parts = sum(held.digest() for each in self.held.values() for held in each)
+            self.version, self.digest = piece.version, (parts + self._whole_digest()) & MASK
+        return Answer(self.version, self.digest)
+
+    def _whole_digest(self) -> int:
+        return sum(whole_digest(each.name, self.whole[each.name]) for each in self.layout.whole)
+
+    def _refusal(self, why: str) -> Answer:
+        return Answer(self.version, self.digest, why)
+
+
+def whole_digest(name: str, value: Tensor) -> int:
+    """Of a tensor that travels whole."""
+    flat = value.detach().reshape(1, -1)
+    return digest_of(flat, name_key(name), range(1), range(flat.shape[1]), flat.shape[1])
+
+
+def slices_of(model: nn.Module) -> dict[str, list[Slice]]:
+    """Every linear weight of a Hugging Face model by stable name, whole."""
+    found: dict[str, list[Slice]] = {}
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(module, nn.Linear) or is_conv1d(module):
+            assert isinstance(weight, Tensor)
+            computing = weight.detach().T if is_conv1d(module) else weight.detach()
+            rows, columns = computing.shape
+            found[stable_name(name)] = [Slice(computing, range(rows), range(columns))]
+    return found
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter by name; a tied one under all its names."""
+    return {stable_name(name): each.detach() for name, each in model.named_parameters(remove_duplicate=False)}

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trainer's side of a message: what each merge was, and the digest that a replica must come to."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from logra.optim.digest import MASK, digest_of, name_key
+from logra.optim.merge import LayerStep
+from logra.optim.optimizer import LograOptimizer
+from logra.optim.storage import Block
+from logra.parallel.rows import whole
+from logra.sketch.layer_sketch import LayerSketch
+from logra.sketch.targets import stable_name
+from logra.sync.full import full_pieces
+from logra.sync.layout import Layout, WeightLayout, WholeLayout
+from logra.sync.message import Factors, SyncMessage, encode
+from logra.sync.replica import whole_digest
+
+
+class FactorSource:
+    """Watches a `LograOptimizer`: each applied update becomes a message.
+
+    Where processes hold the weights in parts, all of them make one together, and each gets the whole message.
+
+    Args:
+        optimizer: of the run; its `watcher` is set.
+        model: whose trained other parameters travel whole.
+        compute: "bf16" or "fp32", what replicas compute in.
+
+    Attributes:
+        layout: for the replicas.
+        version: of the present weights; 0 at start.
+    """
+
+    def __init__(self, optimizer: LograOptimizer, model: Any, compute: str) -> None:
+        self.optimizer, self.version = optimizer, 0
+        settings = optimizer.settings
+        weights = tuple(
+            WeightLayout(
+                each.name,
+                each.out_features,
+                each.in_features,
+                each.group.rank,
+                each.group.name,
+                optimizer.storages[each.name].kind,
+            )
+            for each in optimizer.sketches
+        )
+        trained = {id(each) for each in optimizer.trained_others}
+        self._whole = {stable_name(name): each for name, each in model.named_parameters() if id(each) in trained}
+        others = tuple(WholeLayout(name, compute, tuple(each.shape)) for name, each in self._whole.items())
+        self.layout = Layout(settings.seed, settings.projection, settings.factor_bits, compute, weights, others)
+        self._of = {each.name: each for each in weights}
+        self._steps: dict[str, Factors] = {}
+        self._digest, self._update = 0, 0
+        optimizer.watcher = self
+
+    # Called by the optimizer
+
+    def begin(self, update: int) -> None:
+        """An update is about to be merged."""
+        self._steps, self._digest, self._update = {}, 0, update
+
+    def block(self, layer: LayerSketch, rows: range, after: Block) -> None:
+        """Some rows held here were written."""
+        self._digest += self._digest_of(layer, rows, after)
+
+    def layer(self, layer: LayerSketch, step: LayerStep | None) -> None:
+        """All rows of a layer held here were written, or nothing changed."""
+        if step is None:
+            self._digest += self._digest_at_rest(layer)
+            return
+        integers, scales = layer.rows.whole(step.factors), layer.rows.whole(step.scales)
+        self._steps[layer.name] = Factors(integers.cpu(), scales.cpu(), step.decay_factor)
+
+    # For the sender
+
+    def message(self) -> tuple[bytes, int]:
+        """Of the latest applied update, once: the bytes, and the digest that must come of them."""
+        others = {name: whole(each) for name, each in self._whole.items()}
+        self.version += 1
+        data = encode(self.layout, SyncMessage(self.version, self.version - 1, self._update, self._steps, others))
+        holders = next(iter(self.optimizer.sketches)).rows.holders
+        parts = torch.tensor(_signed(self._digest & MASK))
+        digest = int(holders.summed(parts)) + self._digest_of_whole()
+        self._steps = {}
+        return data, digest & MASK
+
+    def digest(self) -> int:
+        """Of the weights as they are."""
+        here = sum(self._digest_at_rest(layer) for layer in self.optimizer.sketches) & MASK
+        holders = next(iter(self.optimizer.sketches)).rows.holders
+        return (int(holders.summed(torch.tensor(_signed(here)))) + self._digest_of_whole()) & MASK
+
+    def pieces(self) -> Iterator[bytes]:
+        """The weights as they are, for a replica that needs all of them."""
+        return full_pieces(self.layout, self.version, self._values)
+
+    def _values(self, name: str) -> Tensor:
+        layer = self.optimizer.sketches.layers.get(name)
+        if layer is None:
+            return whole(self._whole[name])
+        stored = self.optimizer.storages[name].read(range(len(layer.rows.mine))).stored
+        return layer.rows.whole(stored)
+
+    def _digest_at_rest(self, layer: LayerSketch) -> int:
+        rows = range(len(layer.rows.mine))
+        return self._digest_of(layer, rows, self.optimizer.storages[layer.name].read(rows))
+
+    def _digest_of(self, layer: LayerSketch, rows: range, block: Block) -> int:
+        first = layer.rows.mine.start
+        values = block.stored
+        if self.layout.computing_dtype(self._of[layer.name]) == torch.bfloat16:
+            values = block.stored.to(torch.bfloat16) if block.compute is None else block.compute
+        place = range(first + rows.start, first + rows.stop)
+        return digest_of(values, name_key(layer.name), place, range(layer.in_features), layer.in_features)
+
+    def _digest_of_whole(self) -> int:
+        dtype = torch.bfloat16 if self.layout.compute == "bf16" else torch.float32
+        return sum(whole_digest(each.name, whole(self._whole[each.name], dtype)) for each in self.layout.whole)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+class WholeSource:
+    """For methods whose steps are dense: every message is the weights that compute, with the same versions and digests.
+
+    Args:
+        tensors: by name, as they are; called for each message (adapters merged, for example).
+        compute: "bf16" or "fp32".
+    """
+
+    def __init__(self, tensors: Any, compute: str) -> None:
+        self._tensors, self.version = tensors, 0
+        found = {name: each for name, each in tensors().items() if each.is_floating_point()}
+        layouts = tuple(WholeLayout(name, compute, tuple(each.shape)) for name, each in found.items())
+        self.layout = Layout(0, "rademacher", 8, compute, (), layouts)
+
+    def message(self) -> tuple[bytes, int]:
+        """Of the weights after an update."""
+        present = self._present()
+        self.version += 1
+        data = encode(self.layout, SyncMessage(self.version, self.version - 1, self.version, {}, present))
+        return data, self._digest_of(present)
+
+    def digest(self) -> int:
+        """Of the weights as they are."""
+        return self._digest_of(self._present())
+
+    def pieces(self) -> Iterator[bytes]:
+        """The weights as they are."""
+        return full_pieces(self.layout, self.version, self._present().__getitem__)
+
+    def _present(self) -> dict[str, Tensor]:
+        dtype = torch.bfloat16 if self.layout.compute == "bf16" else torch.float32
+        present = self._tensors()
+        return {each.name: whole(present[each.name], dtype) for each in self.layout.whole}
+
+    def _digest_of(self, present: dict[str, Tensor]) -> int:
+        return sum(whole_digest(name, value) for name, value in present.items()) & MASK

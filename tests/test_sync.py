@@ -1,0 +1,333 @@
+"""Messages and replicas: equal bits after every update, nothing silent when something goes wrong."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from logra.config import LograSettings
+from logra.optim.digest import MASK, digest_of, name_key
+from logra.optim.optimizer import LograOptimizer
+from logra.sync.full import full_pieces
+from logra.sync.held import HeldWeight, Slice
+from logra.sync.layout import Layout, WeightLayout
+from logra.sync.message import DamagedMessage, Factors, SyncMessage, decode, encode, message_bytes
+from logra.sync.replica import Answer, Replica, slices_of, tensors_of
+from logra.sync.sender import Sender, SyncLost
+from logra.sync.source import FactorSource, WholeSource
+from tests.conftest import loss_of, tiny_gpt2, tiny_llama
+
+
+class Near:
+    """A replica in this process, with faults between: `faults` maps the number of an ask to a function of the bytes."""
+
+    name = "near"
+
+    def __init__(self, make: Any) -> None:
+        self.make, self.replica, self.asks = make, make(), 0
+        self.faults: dict[int, Any] = {}
+
+    def ask(self, data: bytes, seconds: float) -> bytes:
+        self.asks += 1
+        fault = self.faults.get(self.asks)
+        if fault is not None:
+            data = fault(data)
+        return self.replica.handle(data).to_bytes()
+
+    def open(self, layout: str, seconds: float) -> None:
+        self.replica = self.make()
+
+
+def pair(
+    compute: str, make: Any = tiny_llama, **changes: Any
+) -> tuple[Any, LograOptimizer, FactorSource, Near, list[Any]]:
+    model = make()
+    if changes.get("storage") in ("split", "bf16"):
+        model = model.to(torch.bfloat16)
+    models: list[Any] = []
+    dtype = torch.bfloat16 if compute == "bf16" else torch.float32
+    start = copy.deepcopy(model)
+    settings: dict[str, Any] = {"rank": 8, "step_size": "lr", "lr": 3e-3, "targets": "all-linear"}
+    optimizer = LograOptimizer(model, LograSettings(**(settings | changes)))
+    source = FactorSource(optimizer, model, compute)
+
+    def replica() -> Replica:
+        models.append(copy.deepcopy(start).to(dtype))
+        layout = Layout.from_json(source.layout.to_json())
+        return Replica(layout, slices_of(models[-1]), tensors_of(models[-1]))
+
+    return model, optimizer, source, Near(replica), models
+
+
+def assert_equal(model: Any, replica: Any, optimizer: LograOptimizer, compute: str) -> None:
+    """The replica computes with what the trainer computes with."""
+    for name, value in model.named_parameters():
+        wanted = value.to(torch.bfloat16) if compute == "bf16" else value
+        assert torch.equal(replica.get_parameter(name).to(wanted.dtype), wanted), name
+
+
+CASES = [
+    ("bf16", tiny_llama, {"storage": "fp32"}),
+    ("fp32", tiny_llama, {"storage": "fp32", "factor_bits": 12}),
+    ("bf16", tiny_llama, {"storage": "split", "projection": "gaussian"}),
+    ("bf16", tiny_llama, {"storage": "bf16", "factor_bits": 16}),
+    ("fp32", tiny_gpt2, {"storage": "fp32", "weight_decay": 0.1}),
+    ("fp32", tiny_llama, {"storage": "fp32", "others": "adamw", "others_lr": 1e-3}),
+]
+
+
+@pytest.mark.parametrize(("compute", "make", "changes"), CASES)
+def test_a_replica_has_the_trainers_bits_after_every_update(
+    compute: str, make: Any, changes: dict[str, Any], tokens: Tensor
+) -> None:
+    model, optimizer, source, link, models = pair(compute, make, **changes)
+    sender = Sender(source, [link])
+    assert sender.anchor().full == {"near": "start"}
+    for _ in range(12):
+        loss_of(model, tokens).backward()
+        optimizer.step()
+        report = sender.sync()
+        assert not report.full
+        assert report.bytes == message_bytes(source.layout)
+        assert link.replica.digest == source.digest()
+    assert_equal(model, models[-1], optimizer, compute)
+
+
+def test_a_message_keeps_every_number() -> None:
+    weight = WeightLayout("a.b", 5, 9, 3, "a", "fp32")
+    for bits in (8, 12, 16):
+        layout = Layout(7, "rademacher", bits, "fp32", (weight, WeightLayout("c", 2, 2, 1, "c", "bf16")))
+        top = 2 ** (bits - 1) - 1
+        integers = torch.tensor([[top, -top, 0], [1, -1, 2], [-2, 3, -3], [top, top, -top], [0, 0, 1]])
+        given = SyncMessage(4, 3, 9, {"a.b": Factors(integers, torch.rand(5), 0.5)}, {})
+        data = encode(layout, given)
+        assert len(data) == message_bytes(layout)
+        found = decode(layout, data)
+        assert (found.version, found.base, found.update) == (4, 3, 9)
+        assert set(found.steps) == {"a.b"}
+        assert torch.equal(found.steps["a.b"].integers.to(torch.int64), integers)
+        assert torch.equal(found.steps["a.b"].scales, given.steps["a.b"].scales)
+        assert found.steps["a.b"].decay_factor == 0.5
+        for place in range(0, len(data), 7):
+            broken = bytearray(data)
+            broken[place] ^= 16
+            with pytest.raises(DamagedMessage):
+                decode(layout, bytes(broken))
+        for cut in (data[:-1], data[:10], b"", data + b"x"):
+            with pytest.raises(DamagedMessage, match="bytes"):
+                decode(layout, cut)
+        other = Layout(8, "rademacher", bits, "fp32", layout.weights)
+        with pytest.raises(DamagedMessage, match="other weights or settings"):
+            decode(other, data)
+
+
+def test_slices_of_a_weight_come_to_the_same_bits_and_digest() -> None:
+    """Rows inside a fused tensor, and two tensor-parallel parts by rows and by columns, with other blocks."""
+    generator = torch.Generator().manual_seed(0)
+    for storage, dtype in (
+        ("fp32", torch.float32),
+        ("fp32", torch.bfloat16),
+        ("split", torch.bfloat16),
+        ("bf16", torch.bfloat16),
+    ):
+        layout = Layout(3, "rademacher", 8, "bf16", (WeightLayout("w", 24, 40, 8, "w", storage),))
+        start = torch.randn(24, 40, generator=generator).to(torch.bfloat16).to(torch.float32)
+        fused = torch.zeros(60, 40, dtype=dtype)
+        parts = {
+            "whole": [Slice(torch.zeros(24, 40, dtype=dtype), range(24), range(40))],
+            "fused": [Slice(fused[10:34], range(24), range(40))],
+            "rows": [Slice(torch.zeros(12, 40, dtype=dtype), range(k, k + 12), range(40)) for k in (0, 12)],
+            "columns": [Slice(torch.zeros(24, 20, dtype=dtype), range(24), range(k, k + 20)) for k in (0, 20)],
+            "uneven": [
+                Slice(torch.zeros(24, n, dtype=dtype), range(24), range(k, k + n)) for k, n in ((0, 13), (13, 27))
+            ],
+        }
+        replicas = {name: [Replica(layout, {"w": [one]}, {}) for one in each] for name, each in parts.items()}
+        for piece in full_pieces(layout, 0, {"w": start}.__getitem__):
+            for each in replicas.values():
+                for replica in each:
+                    replica.handle(piece)
+        for version in range(1, 9):
+            integers = torch.randint(-127, 128, (24, 8), generator=generator)
+            step = Factors(integers, torch.rand(24, generator=generator) * 1e-4, 0.999)
+            data = encode(layout, SyncMessage(version, version - 1, version, {"w": step}, {}))
+            digests = {}
+            for name, each in replicas.items():
+                answers = [replica.handle(data) for replica in each]
+                assert all(answer.refusal is None for answer in answers)
+                digests[name] = sum(answer.digest or 0 for answer in answers) & MASK
+            assert len(set(digests.values())) == 1, digests
+        whole = parts["whole"][0].computing
+        assert torch.equal(fused[10:34], whole)
+        assert not fused[:10].any()
+        assert not fused[34:].any()
+        assert torch.equal(torch.cat([each.computing for each in parts["rows"]]), whole)
+        assert torch.equal(torch.cat([each.computing for each in parts["uneven"]], 1), whole)
+
+
+def test_the_kept_low_half_gives_every_fp32_value_back() -> None:
+    bits = torch.arange(0x3F800000 - 0x18000, 0x3F800000 + 0x28000, dtype=torch.int32)
+    values = torch.cat([bits.view(torch.float32), -bits.view(torch.float32)]).view(8, -1)
+    held = HeldWeight(
+        WeightLayout("w", 8, values.shape[1], 1, "w", "fp32"),
+        Slice(torch.zeros_like(values, dtype=torch.bfloat16), range(8), range(values.shape[1])),
+        0,
+    )
+    held.load(values)
+    assert torch.equal(held.held.computing, values.to(torch.bfloat16))
+    got = torch.cat([held._read(rows) for rows in held.blocks()])
+    assert torch.equal(got.view(torch.int32), values.view(torch.int32))
+
+
+def test_the_digest_is_that_of_a_slow_sum() -> None:
+    values = torch.randn(3, 5).to(torch.bfloat16)
+    key, total = name_key("layer"), 0
+    for place, bits in enumerate((values.view(torch.int16).to(torch.int64) & 0xFFFF).flatten().tolist()):
+        mixed = (key + place * 0x9E3779B97F4A7C15 + bits * 0xC2B2AE3D27D4EB4F) & MASK
+        mixed ^= mixed >> 32
+        mixed = (mixed * 0xD6E8FEB86659FD93) & MASK
+        total += mixed ^ (mixed >> 29)
+    whole = digest_of(values, key, range(3), range(5), 5)
+    assert whole == total & MASK
+    parts = [
+        digest_of(values[:, c].contiguous(), key, range(3), range(c.start, c.stop), 5)
+        for c in (slice(0, 2), slice(2, 5))
+    ]
+    assert sum(parts) & MASK == whole
+    assert digest_of(values.flip(1), key, range(3), range(5), 5) != whole
+    assert digest_of(values, name_key("other"), range(3), range(5), 5) != whole
+
+
+def test_the_plain_digest_is_the_compiled_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    import logra.optim.digest as module
+
+    for dtype in (torch.bfloat16, torch.float32):
+        values = torch.randn(70, 130).to(dtype)
+        arguments = (values, name_key("w"), range(5, 75), range(3, 133), 150)
+        compiled = digest_of(*arguments)
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "native", None)
+            patch.setattr(module, "_PLAIN_ENTRIES", 1000)
+            assert digest_of(*arguments) == compiled
+
+
+def raises(error: BaseException) -> Any:
+    def fault(data: bytes) -> bytes:
+        raise error
+
+    return fault
+
+
+def flipped(data: bytes) -> bytes:
+    broken = bytearray(data)
+    broken[len(broken) // 2] ^= 1
+    return bytes(broken)
+
+
+FAULTS = {
+    "lost": (raises(TimeoutError()), "no answer within"),
+    "truncated": (lambda data: data[:100], "bytes"),
+    "flipped": (flipped, "checksum"),
+    "gone": (raises(ConnectionResetError("closed")), "no answer"),
+}
+
+
+@pytest.mark.parametrize("fault", sorted(FAULTS))
+def test_a_fault_ends_with_equal_bits(fault: str, tokens: Tensor) -> None:
+    model, optimizer, source, link, models = pair("bf16")
+    sender = Sender(source, [link])
+    sender.anchor()
+    break_it, told = FAULTS[fault]
+    for update in range(1, 6):
+        loss_of(model, tokens).backward()
+        optimizer.step()
+        if update == 3:
+            link.faults[link.asks + 1] = break_it
+        report = sender.sync()
+        assert bool(report.full) == (update == 3)
+        if update == 3:
+            assert told in report.full["near"]
+        assert link.replica.digest == source.digest()
+        assert link.replica.version == source.version
+    assert_equal(model, models[-1], optimizer, "bf16")
+
+
+def test_a_repeated_message_changes_nothing_and_a_gap_is_refused(tokens: Tensor) -> None:
+    model, optimizer, source, link, _ = pair("bf16")
+    Sender(source, [link]).anchor()
+    messages = []
+    for _ in range(3):
+        loss_of(model, tokens).backward()
+        optimizer.step()
+        messages.append(source.message()[0])
+    first = link.replica.handle(messages[0])
+    assert first.refusal is None
+    again = link.replica.handle(messages[0])
+    assert again == Answer(1, first.digest, "the message follows version 0, this replica has 1")
+    assert "follows version 2, this replica has 1" in (link.replica.handle(messages[2]).refusal or "")
+    assert link.replica.handle(messages[1]).version == 2
+    fresh = link.make()
+    assert "no whole state" in (fresh.handle(messages[2]).refusal or "")
+
+
+def test_weights_changed_behind_the_replica_are_found(tokens: Tensor) -> None:
+    model, optimizer, source, link, models = pair("bf16")
+    sender = Sender(source, [link])
+    sender.anchor()
+    with torch.no_grad():
+        models[-1].model.layers[0].mlp.up_proj.weight[0, 0] += 1.0
+    loss_of(model, tokens).backward()
+    optimizer.step()
+    assert "its weights differ at version 1" in sender.sync().full["near"]
+    assert_equal(model, models[-1], optimizer, "bf16")
+
+
+def test_a_replica_that_never_comes_right_is_given_up(tokens: Tensor) -> None:
+    model, optimizer, source, link, _ = pair("bf16")
+    sender = Sender(source, [link], seconds=0.1)
+    sender.anchor()
+    loss_of(model, tokens).backward()
+    optimizer.step()
+    link.faults = {ask: raises(TimeoutError()) for ask in range(link.asks + 1, link.asks + 999)}
+    with pytest.raises(SyncLost, match=r"near does not come to version 1 after 3 full states .*within 0.1 s"):
+        sender.sync()
+
+
+def test_a_model_without_the_trainers_weights_is_refused() -> None:
+    _, _, source, _, _ = pair("bf16")
+    other = tiny_llama(layers=1)
+    with pytest.raises(ValueError, match=r"7 of 14 weights .* such as 'model.layers.1.self_attn.q_proj'; near: "):
+        Replica(source.layout, slices_of(other), tensors_of(other))
+
+
+def test_full_state_comes_again_when_due_and_dense_methods_use_the_same_way(tokens: Tensor) -> None:
+    model = tiny_llama(tied=True)
+    source = WholeSource(lambda: dict(model.named_parameters()), "bf16")
+    replica_model = copy.deepcopy(model).to(torch.bfloat16)
+    link = Near(lambda: Replica(source.layout, {}, tensors_of(replica_model)))
+    sender = Sender(source, [link], full_every=2)
+    sender.anchor()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for update in range(1, 5):
+        loss_of(model, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert bool(sender.sync().full) == (update % 2 == 0)
+        assert link.replica.digest == source.digest()
+    for name, value in model.named_parameters():
+        assert torch.equal(replica_model.get_parameter(name), value.to(torch.bfloat16))
+    assert replica_model.lm_head.weight is replica_model.model.embed_tokens.weight
+
+
+def test_steps_of_size_zero_leave_the_replica_as_it_is(tokens: Tensor) -> None:
+    model, optimizer, source, link, models = pair("bf16", lr=0.0)
+    sender = Sender(source, [link])
+    sender.anchor()
+    before = copy.deepcopy(models[-1].state_dict())
+    for _ in range(20):
+        loss_of(model, tokens).backward()
+        optimizer.step()
+        assert not sender.sync().full
+    assert all(torch.equal(value, before[name]) for name, value in models[-1].state_dict().items())
