@@ -15,9 +15,12 @@ import json
 import os
 import shutil
 import statistics
+import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +179,21 @@ def alone_and_together(compute: str, seed: int) -> dict[str, Any]:
     }
 
 
+def commit() -> str:
+    return subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def kept(name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """A row that is there already, or is made now: an interrupted benchmark goes on."""
+    path = FOLDER / f"{name}.row.json"
+    if not path.exists():
+        row = make() | {"commit": commit()}
+        path.write_text(json.dumps(row))
+    found: dict[str, Any] = json.loads(path.read_text())
+    print(json.dumps(found), flush=True)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--updates", type=int, default=6)
@@ -186,28 +204,21 @@ def main() -> None:
         return
     FOLDER.mkdir(parents=True, exist_ok=True)
     os.environ["OMP_NUM_THREADS"] = "1"
-    rows: list[dict[str, Any]] = []
-    for method in METHODS:
-        for compute in ("fp32", "bf16"):
-            rows.append(measured(method, compute))
-            print(json.dumps(rows[-1]), flush=True)
-    for compute in ("fp32", "bf16"):
-        for seed in range(3):
-            rows.append(alone_and_together(compute, seed))
-            print(json.dumps(rows[-1]), flush=True)
-    for method in METHODS:
-        rows.append(learned(method, arguments.updates))
-        print(json.dumps(rows[-1]), flush=True)
+    rows = [kept(f"{m}-{c}", partial(measured, m, c)) for m in METHODS for c in ("fp32", "bf16")]
+    # bf16 products are emulated on some machines, and slow: one seed.
+    pairs = [("fp32", 0), ("fp32", 1), ("fp32", 2), ("bf16", 0)]
+    rows += [kept(f"tiny-{compute}-{seed}", partial(alone_and_together, compute, seed)) for compute, seed in pairs]
+    rows += [kept(f"{method}-learned", partial(learned, method, arguments.updates)) for method in METHODS]
     reduced = {(row["method"], row["compute"]): _reduced(row) for row in rows if "compute" in row}
     of = {row["method"]: row for row in rows if "seconds" in row}
     config = config_of(MODEL)
-    pairs = [row for row in rows if "tiny" in row]
+    tiny = [row for row in rows if "tiny" in row]
     ratios = {
         "reduced_bytes_over_adamw": reduced["logra", "fp32"] / reduced["adamw", "fp32"],
         "peak_over_plan": max(row["peak_over_plan"] for row in rows if "compute" in row),
         "logra_learning_over_adamw": of["logra"]["seconds"]["learning"] / of["adamw"]["seconds"]["learning"],
-        "equal_ids_fp32": min(row["share_of_equal_ids"] for row in pairs if row["tiny"] == "fp32"),
-        "equal_ids_bf16": min(row["share_of_equal_ids"] for row in pairs if row["tiny"] == "bf16"),
+        "equal_ids_fp32": min(row["share_of_equal_ids"] for row in tiny if row["tiny"] == "fp32"),
+        "equal_ids_bf16": min(row["share_of_equal_ids"] for row in tiny if row["tiny"] == "bf16"),
         "logra_peak_over_adamw": max(rows[0]["peak_bytes"]) / max(rows[2]["peak_bytes"]),
     }
     rank = settings_of("logra").method.logra.rank
