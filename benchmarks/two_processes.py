@@ -15,7 +15,6 @@ import json
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -30,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.emulated_bf16 import EmulatedBf16
 from benchmarks.plan_accuracy import batch
-from benchmarks.record import write_result
+from benchmarks.record import commit, write_result
 from logra.live_bytes import LiveBytes
 from logra.memory_plan import Device, plan_method
 from logra.memory_trace import Lengths
@@ -177,10 +176,6 @@ def alone_and_together(compute: str, seed: int) -> dict[str, Any]:
         "after_alone": scores[0][-1],
         "after_together": scores[1][-1],
     }
-
-
-def commit() -> str:
-    return subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
 
 
 def kept(name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -282,6 +283,24 @@ def test_a_reward_sees_whole_groups(two: Workers, tmp_path: Path) -> None:
     seen = sorted(set(written.read_text().splitlines()))
     groups = [line for line in seen if line.count(",") == 6]  # four group ids, four sample ids
     assert groups == [f"{[g] * 4} {list(range(4 * g, 4 * g + 4))}" for g in range(6)]
+
+
+def planned(processes: Processes, arguments: list[str]) -> tuple[int, str]:
+    """A run that is planned however small it is."""
+    from logra import plan_command
+
+    plan_command.PLANNED_FROM_BYTES = 0
+    with contextlib.redirect_stdout(io.StringIO()) as told:
+        code = main(["train", *arguments])
+    return code, told.getvalue()
+
+
+def test_a_run_is_planned_for_its_processes(two: Workers, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    (code, told), (_, other_told) = two(planned, [*COMMON, "--run.updates", "1", "--run.folder", str(folder)])
+    assert code == 0
+    assert re.search(r"memory: planned 0\.\d\d GiB, measured \d", told)
+    assert other_told == ""
 
 
 def said(processes: Processes, arguments: list[str]) -> tuple[int, str]:

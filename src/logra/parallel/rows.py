@@ -182,7 +182,10 @@ def refuse_undivided(model: nn.Module) -> None:
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return
-    if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    # Fake tensors have no values: a plan of memory is made of them.
+    if any(hasattr(each, "device_mesh") or isinstance(each, FakeTensor) for each in model.parameters()):
         return
     raise ValueError(
         f"torch.distributed runs {dist.get_world_size()} processes, but every one of them holds the whole model, so "
