@@ -134,6 +134,7 @@ def learned(method: str, updates: int) -> dict[str, Any]:
     arguments = ["train", "--config", "recipes/smollm2-arithmetic.yaml", "--run.folder", str(folder)]
     arguments += ["--run.updates", str(updates), "--method.name", method, "--method.lr", "1e-5"]
     arguments += ["--evaluation.every", "0", "--evaluation.problems", "100", "--run.save_every", str(updates)]
+    arguments += ["--learning.micro_batch_tokens", "1024"]
     if launch(COUNT, arguments) != 0:
         raise RuntimeError(f"the run of {method} failed")
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -56,7 +56,8 @@ def pair(
     def replica() -> Replica:
         models.append(copy.deepcopy(start).to(dtype))
         layout = Layout.from_json(source.layout.to_json())
-        return Replica(layout, slices_of(models[-1]), tensors_of(models[-1]))
+        tensors = tensors_of(models[-1])
+        return Replica(layout, slices_of(models[-1]), tensors, frozen=tensors)
 
     return model, optimizer, source, Near(replica), models
 
@@ -132,7 +133,8 @@ def test_slices_of_a_weight_come_to_the_same_bits_and_digest() -> None:
         ("split", torch.bfloat16),
         ("bf16", torch.bfloat16),
     ):
-        layout = Layout(3, "rademacher", 8, "bf16", (WeightLayout("w", 24, 40, 8, "w", storage),))
+        compute = "fp32" if dtype == torch.float32 else "bf16"
+        layout = Layout(3, "rademacher", 8, compute, (WeightLayout("w", 24, 40, 8, "w", storage),))
         start = torch.randn(24, 40, generator=generator).to(torch.bfloat16).to(torch.float32)
         fused = torch.zeros(60, 40, dtype=dtype)
         parts = {
@@ -331,3 +333,55 @@ def test_steps_of_size_zero_leave_the_replica_as_it_is(tokens: Tensor) -> None:
         optimizer.step()
         assert not sender.sync().full
     assert all(torch.equal(value, before[name]) for name, value in models[-1].state_dict().items())
+
+
+def test_what_could_never_be_equal_is_refused_at_once() -> None:
+    model, _, source, _, _ = pair("bf16", others="adamw")
+    short = copy.deepcopy(model).to(torch.bfloat16)
+    with pytest.raises(ValueError, match=r"q_proj is torch.float32 in this model, the trainer's is torch.bfloat16"):
+        Replica(source.layout, slices_of(model), tensors_of(short))
+    with pytest.raises(ValueError, match=r"embed_tokens.weight is torch.float32 \(48, 32\) in this model"):
+        Replica(source.layout, slices_of(short), tensors_of(model))
+    frozen, _, source, _, _ = pair("bf16")
+    other = copy.deepcopy(frozen).to(torch.bfloat16)
+    with torch.no_grad():
+        other.model.norm.weight[0] += 1.0
+    with pytest.raises(ValueError, match=r"1 tensors .* have other values here, such as model.norm.weight"):
+        Replica(source.layout, slices_of(other), tensors_of(other), frozen=tensors_of(other))
+    with pytest.raises(ValueError, match="dithered_copy"):
+        pair("bf16", dithered_copy=True)
+
+
+def test_layers_that_are_regrouped_lead_to_a_new_layout(tokens: Tensor) -> None:
+    model, optimizer, source, link, models = pair("bf16")
+    link.make = lambda: Replica(Layout.from_json(source.layout.to_json()), slices_of(models[0]), tensors_of(models[0]))
+    sender = Sender(source, [link])
+    sender.anchor()
+    layer = optimizer.sketches.layers["model.layers.0.mlp.up_proj"]
+    optimizer.sketches.separate(layer)
+    loss_of(model, tokens).backward()
+    optimizer.step()
+    assert "other weights or settings" in sender.sync().full["near"]
+    loss_of(model, tokens).backward()
+    optimizer.step()
+    assert sender.sync().full == {}
+
+
+def test_caches_go_whenever_weights_changed(tokens: Tensor) -> None:
+    model, optimizer, source, _, _ = pair("bf16")
+    other = copy.deepcopy(model).to(torch.bfloat16)
+    calls: list[int] = []
+    replica = Replica(source.layout, slices_of(other), {}, changed=lambda: calls.append(1))
+    pieces = list(source.pieces())
+    replica.handle(pieces[0])
+    assert len(calls) == 1
+    for piece in pieces[1:]:
+        replica.handle(piece)
+    assert len(calls) == 2
+    loss_of(model, tokens).backward()
+    optimizer.step()
+    replica.held["model.layers.1.mlp.down_proj"][0].merge = lambda _: 1 // 0  # type: ignore[method-assign, assignment]
+    with pytest.raises(ZeroDivisionError):
+        replica.handle(source.message()[0])
+    assert len(calls) == 3
+    assert (replica.version, replica.digest) == (None, None)

@@ -38,8 +38,9 @@ def write_folder(final: Path, write: Callable[[Path], None]) -> None:
     try:
         write(temporary)
         write_json(temporary / MANIFEST, {name: list(sum_of(temporary / name)) for name in _names(temporary)})
-        for name in (*_names(temporary), "."):
-            _sync(temporary / name)
+        folders = [path for path in temporary.rglob("*") if path.is_dir()]
+        for path in (*(temporary / name for name in _names(temporary)), *folders, temporary):
+            _sync(path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise

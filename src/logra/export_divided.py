@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from logra.parallel.processes import Processes
 from logra.parallel.rows import local, whole
+from logra.saved_state import checkpointing
 
 FILE_BYTES = 4 * 2**30
 _PARTS = "sharded"
@@ -69,7 +70,19 @@ def _merged(weight: Tensor, layer: Any) -> Tensor:
 
 
 def export_divided(folder: Path, model: Any, tokenizer: Any, compute: str, card: str, processes: Processes) -> None:
-    """Write everything into `folder`, which all processes see; every process calls it."""
+    """Write everything into `folder`, which all processes see; every process calls it.
+
+    Args:
+        folder: empty.
+        model: divided.
+        tokenizer: of the model.
+        compute: "bf16" or "fp32".
+        card: the model card.
+        processes: that hold the model.
+
+    Raises:
+        OSError: a process could not write; then all of them raise.
+    """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
@@ -77,8 +90,10 @@ def export_divided(folder: Path, model: Any, tokenizer: Any, compute: str, card:
     writer = HuggingFaceStorageWriter(
         str(folder), _file_of_each(weights), save_distributed=True, enable_consolidation=True
     )
-    dcp.save(weights, storage_writer=writer)
-    if processes.first:
+    with checkpointing(OSError):
+        dcp.save(weights, storage_writer=writer)
+
+    def finish() -> None:
         shutil.rmtree(folder / _PARTS)
         config = model.config
         before, config.dtype = config.dtype, torch.bfloat16 if compute == "bf16" else torch.float32
@@ -90,6 +105,8 @@ def export_divided(folder: Path, model: Any, tokenizer: Any, compute: str, card:
             model.generation_config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         (folder / "README.md").write_text(card)
+
+    processes.of_first(finish)
 
 
 def _file_of_each(weights: dict[str, Tensor]) -> dict[str, int]:

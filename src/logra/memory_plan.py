@@ -30,6 +30,7 @@ class Device:
 
     Attributes:
         count: devices that share the training.
+        shard: of these, those among which weights are divided; 0: all.
         capacity: bytes of each; None if unknown.
         kind: "cuda" or "cpu".
     """
@@ -37,6 +38,12 @@ class Device:
     count: int = 1
     capacity: int | None = None
     kind: str = "cuda"
+    shard: int = 0
+
+    @property
+    def holders(self) -> int:
+        """Devices that hold a weight together."""
+        return self.shard or self.count
 
 
 @dataclass(frozen=True)
@@ -168,19 +175,20 @@ def plan_method(
     settings = _with_method(settings, method, rank)
     size = model_size(config, settings.method.logra.targets)
     stored = stored_bytes(size, settings)
-    shared = {cause: math.ceil(count / device.count) for cause, count in stored.items()}
+    shared = {cause: math.ceil(count / device.holders) for cause, count in stored.items()}
     shared["projections"] = stored["projections"]  # bits, whole on every device
     if device.count > 1 and method == "logra" and settings.method.logra.sketch_sync == "update":
         shared["whole sketches"] = 4 * settings.method.logra.rank * size.rows
     if settings.learning.reference_kl > 0:
-        shared["reference model"] = math.ceil(WEIGHT_BYTES[settings.model.weights] * size.total / device.count)
+        shared["reference model"] = math.ceil(WEIGHT_BYTES[settings.model.weights] * size.total / device.holders)
     stages = [
         Stage(name, {**shared, **_gathered(size, settings, device, name), "activations and logits": each["temporary"]})
         for name, each in learning_stages(config, settings, lengths, gathered=device.count > 1).items()
     ]
     at_rest = {cause: count for cause, count in shared.items() if cause != "gradients"}
     if settings.method.kl.budget is not None:
-        stages.append(Stage("KL probe", {**shared, **_probe(config, size, settings, lengths, device)}))
+        gathered = _gathered(size, settings, device, "KL probe")
+        stages.append(Stage("KL probe", {**shared, **gathered, **_probe(config, size, settings, lengths, device)}))
     stages.append(Stage("step", {**shared, "step": _step(size, settings, device)}))
     stages.append(Stage("rollout", {**at_rest, **_rollout(config, size, settings, lengths, device)}))
     return MethodPlan(method, tuple(stages), _sync(size, settings))
@@ -253,7 +261,9 @@ def _probe(config: Any, size: ModelSize, settings: TrainSettings, lengths: Lengt
     found = {"KL probe": 2 * wide + snapshots + int(2 * LOGIT_MIB * 2**20) + 4 * size.block}
     if settings.method.name != "logra":
         trained = stored_bytes(size, settings)
-        found["copies of a dense step"] = math.ceil((trained["gradients"] + trained["moments"]) / device.count)
+        found["copies of a dense step"] = math.ceil((trained["gradients"] + trained["moments"]) / device.holders)
+    if device.count > 1:  # the output layer, and an embedding of its own, in fp32
+        found["gathered for the probe"] = 4 * size.head * (1 if size.tied else 2)
     return found
 
 
@@ -272,7 +282,8 @@ def _rollout(config: Any, size: ModelSize, settings: TrainSettings, lengths: Len
     short = settings.model.compute != "fp32"
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     keys = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    most = max(rollout.prompts * rollout.samples, evaluation.problems * evaluation.samples) // device.count
+    groups = ((rollout.prompts, rollout.samples), (evaluation.problems, evaluation.samples))
+    most = max(math.ceil(prompts / device.count) * samples for prompts, samples in groups)
     rows = min(rollout.max_rows, most)
     cache = 2 * text.num_hidden_layers * keys * head_dim * rows * lengths.width * (2 if short else 4)
     whole = device.count > 1 or (settings.model.weights == "float32" and short)

@@ -54,7 +54,7 @@ def plan(settings: TrainSettings, gpus: int, gpu_memory: float | None, prompt_to
     config, lengths, device = (
         config_of(_place(settings)),
         longest(settings, prompt_tokens),
-        Device(gpus, capacity, kind),
+        Device(gpus, capacity, kind, settings.parallel.shard),
     )
     methods = METHODS if settings.method.name in METHODS else (*METHODS, settings.method.name)
     plans = [_with_largest(config, settings, name, lengths, device) for name in methods]
@@ -98,7 +98,7 @@ def planned_or_refused(settings: TrainSettings, lengths: Lengths, processes: int
     kind, capacity = chosen_device(settings.model), capacity_here(settings)
     if capacity is not None and kind == "cpu":
         capacity //= int(os.environ.get("LOCAL_WORLD_SIZE", processes))
-    device = Device(processes, capacity, kind)
+    device = Device(processes, capacity, kind, settings.parallel.shard)
     found = plan_method(config, settings, name, lengths, device)
     if device.capacity is not None and not found.fits(device.capacity):
         raise ValueError(_verdict(settings, found, device))

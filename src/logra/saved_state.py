@@ -29,18 +29,24 @@ def save_nested(folder: Path, nested: dict[str, Any], processes: Processes) -> N
         folder: of this state alone.
         nested: dictionaries and lists of tensors, numbers, strings, booleans and None.
         processes: that write.
+
+    Raises:
+        OSError: a process could not write; then all of them raise.
     """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
     tensors: dict[str, Tensor] = {}
     values = _without_tensors(nested, "", tensors)
-    folder.mkdir(parents=True, exist_ok=True)
-    if processes.first:
+
+    def begin() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / VALUES, values)
+
+    processes.of_first(begin)
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     if tensors:
-        with _quietly():
+        with checkpointing(OSError):
             dcp.save(tensors, storage_writer=writer, no_dist=processes.count == 1)
 
 
@@ -65,7 +71,7 @@ def load_nested(folder: Path, processes: Processes) -> dict[str, Any]:
         for name, dim in places.items():
             entry: Any = saved[name]
             tensors[name] = _empty(entry.size, entry.properties.dtype, dim, processes)
-        with _quietly():
+        with checkpointing(ValueError):
             dcp.load(tensors, storage_reader=reader, no_dist=processes.count == 1)
     found = _with_tensors(values, tensors)
     assert isinstance(found, dict)
@@ -133,8 +139,20 @@ def held_as(value: Tensor, parameter: Tensor) -> Tensor:
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
-    """Without the library's remark that a single process is a single process."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+def checkpointing(error: type[Exception]) -> Iterator[None]:
+    """Around torch's distributed checkpoint: its exception is no `Exception`; and without its remark that a single
+    process is a single process.
+
+    Args:
+        error: what is raised instead, with the first thing that went wrong.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            yield
+    except CheckpointException as found:
+        place, failure = next(iter(found.failures.items()))
+        what = failure[0] if isinstance(failure, tuple) else failure
+        raise error(f"process {place}: {type(what).__name__}: {what}") from found

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """`logra train` and `logra eval`: put the parts together, run, write what is left behind."""
 
+import contextlib
 import copy
 import json
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from logra.interruption import Interrupted
 from logra.longest_first import try_longest
 from logra.memory_plan import GIB
 from logra.model import Policy, chosen_compute, chosen_device, load_policy, on_this_machine
-from logra.parallel.processes import Processes, join, leave
+from logra.parallel.processes import Processes, is_lost, join, leave
 from logra.plan_command import longest_of, planned_or_refused
 from logra.problems import Mixture
 from logra.progress import make_progress
@@ -65,7 +67,6 @@ class Parts:
         standing = {"before": run.standing.before, "now": run.standing.now} if run and run.standing.now else {}
         card = model_card(settings, self.trainer.update, standing)
         if processes.count > 1:
-            processes.wait()
             export_divided(folder, policy.model, policy.tokenizer, compute, card, processes)
             short = torch.bfloat16 if compute == "bf16" else torch.float32
             written = {name: short for name, each in policy.model.named_parameters() if each.is_floating_point()}
@@ -108,6 +109,8 @@ def assemble(
     reference = _reference(settings, processes)
     rule = make_rule(policy.model if adapted is None else adapted, settings.method, settings.run.seed)
     if isinstance(rule, LograRule):
+        if processes.count > 1 and any(layer.module is policy.causal.head for layer in rule.optimizer.sketches):
+            raise ValueError("targets name the output layer, which several processes cannot sketch; leave it out")
         rule.optimizer.set_gradient_divide_factor(1.0)  # the loss is divided by the counts of all processes
     engine = make_engine(settings, policy, copied, processes)
     trainer = Trainer(settings, policy, engine, rule, reference, mixture, processes)
@@ -166,15 +169,33 @@ def train(settings: TrainSettings, resume: bool = False) -> int:
     processes = join(chosen_device(settings.model), settings.parallel.timeout, settings.parallel.shard)
     with processes.only_first_talks():
         try:
+            _refuse_in_parts(settings, processes)
             code = _train(processes.told(on_this_machine(settings)), resume, processes)
+            leave(processes)
         except RuntimeError as error:
-            if processes.count == 1:
+            if processes.count == 1 or not is_lost(error):
                 raise
             sys.stderr.write(_lost(error, processes))
             code = 1
-        else:
-            leave(processes)
     return code
+
+
+def _refuse_in_parts(settings: TrainSettings, processes: Processes) -> None:
+    """What several processes cannot do, before a model loads.
+
+    Raises:
+        ValueError: says what to set instead.
+    """
+    if processes.count == 1:
+        return
+    method, short = settings.method, settings.model.weights == "bfloat16"
+    if method.kl.budget is not None and method.kl.estimator == "jvp":
+        raise ValueError("kl.estimator is 'jvp', which runs in one process; with several, use 'secant' or 'auto'")
+    if method.name == "logra" and method.logra.others == "adamw" and short:
+        raise ValueError(
+            "logra.others is 'adamw', whose parameters must be float32, but model.weights is 'bfloat16', and several "
+            "processes keep one dtype; use model.weights float32 with storage fp32, or others 'frozen'"
+        )
 
 
 def _lost(error: RuntimeError, processes: Processes) -> str:
@@ -209,9 +230,9 @@ def _train(settings: TrainSettings, resume: bool, processes: Processes) -> int:
 
     def save(name: str) -> Path:
         processes.notes(f"writing {name}")
-        with_state = name.startswith("checkpoint")
-        processes.all_or_none(lambda: folder.save_model(name, lambda path: parts.write(path, run, with_state)))
-        return folder.path / name
+        return save_together(
+            folder, name, partial(parts.write, run=run, with_state=name.startswith("checkpoint")), processes
+        )
 
     run = TrainingRun(parts.trainer, folder, progress, save, trackers)
     if resume:
@@ -232,6 +253,33 @@ def _train(settings: TrainSettings, resume: bool, processes: Processes) -> int:
     if planned is not None and processes.first:
         sys.stdout.write(f"memory: planned {planned.peak.total / GIB:.2f} GiB, {_measured_memory(folder)}\n")
     return code
+
+
+def save_together(
+    folder: RunFolder | FollowedFolder, name: str, write: Callable[[Path], None], processes: Processes
+) -> Path:
+    """A folder of the run that every process writes its part of, whole or not at all."""
+    begun, error = False, None
+
+    def write_part(path: Path) -> None:
+        nonlocal begun
+        begun = True
+        processes.of_first(lambda: None)  # the folder is there
+        write(path)
+
+    def failed() -> None:
+        assert error is not None
+        raise error
+
+    try:
+        folder.save_model(name, write_part)
+    except Exception as found:
+        error = found
+    if error is not None and processes.first and not begun:
+        with contextlib.suppress(Exception):
+            processes.of_first(failed)  # the others wait to begin
+    processes.agree(error)
+    return folder.path / name
 
 
 def _folder(settings: TrainSettings, resume: bool, processes: Processes) -> RunFolder | FollowedFolder:
@@ -256,6 +304,12 @@ def _checkpoint(folder: RunFolder | FollowedFolder) -> Path | None:
     found, wrong = folder.latest_checkpoint()
     for each in wrong:
         sys.stdout.write(f"not used: {each}\n")
+    earlier = sorted(folder.path.glob("checkpoint-*/trainer_state.pt"))
+    if found is None and earlier:
+        raise ValueError(
+            f"{earlier[-1]} was written by an earlier version of logra, which this one cannot go on from; begin "
+            f"another run with model.name {earlier[-1].parent}"
+        )
     if found is None and (folder.path / "model").exists():
         raise ValueError(
             f"{folder.path} holds a run that has ended and no checkpoint to go on from (run.save_every was 0, or the "

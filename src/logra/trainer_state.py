@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from logra.optim.optimizer import LograOptimizer
 from logra.parallel.processes import Processes
 from logra.parallel.rows import local
 from logra.saved_state import held_as, load_nested, save_nested
@@ -79,6 +80,9 @@ def restore(state: dict[str, Any], model: Any, optimizer: torch.optim.Optimizer)
         state: from `load_state`.
         model: loaded from the checkpoint's folder; peft's wrapper where there is one.
         optimizer: fresh, of the same settings.
+
+    Raises:
+        ValueError: the checkpoint is of another model or other settings.
     """
     own = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
     unknown = sorted(set(state["weights"]) - set(own))
@@ -88,7 +92,10 @@ def restore(state: dict[str, Any], model: Any, optimizer: torch.optim.Optimizer)
         for name, value in state["weights"].items():
             local(own[name]).copy_(local(held_as(value, own[name])))
     saved, parameters = state["optimizer"], [p for group in optimizer.param_groups for p in group["params"]]
+    sketched = len(optimizer.sketches) if isinstance(optimizer, LograOptimizer) else 0
     for index, entries in saved["state"].items():
+        if index < sketched:
+            continue  # held by rows, whatever the parameter's layout; the optimizer sees to it
         for name, value in entries.items():
             if isinstance(value, Tensor):
                 entries[name] = held_as(value, parameters[index])

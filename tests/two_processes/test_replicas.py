@@ -37,7 +37,7 @@ class Process:
         self.link = SocketLink("one", self.connect)
         self.starts = 0
 
-    def connect(self) -> socket.socket:
+    def connect(self, seconds: float) -> socket.socket:
         if self.running is None or self.running.poll() is not None:
             self.starts += 1
             command = [sys.executable, str(Path(__file__).parent / "replica_process.py"), *self.arguments]
@@ -45,7 +45,7 @@ class Process:
             self.running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
             with self.running.stdout:
                 self.port = int(self.running.stdout.readline())
-        return socket.create_connection(("127.0.0.1", self.port), timeout=10)
+        return socket.create_connection(("127.0.0.1", self.port), timeout=seconds)
 
     def end(self) -> None:
         self.link.close()
@@ -160,7 +160,7 @@ def trained_and_followed(group: Processes) -> tuple[list[int], list[bool], bytes
     optimizer = LograOptimizer(model, settings)
     optimizer.set_gradient_divide_factor(1.0)
     source = FactorSource(optimizer, model, "bf16")
-    replica = Replica(source.layout, slices_of(own), tensors_of(own))
+    replica = Replica(source.layout, slices_of(own), tensors_of(own), frozen=tensors_of(own))
     for piece in source.pieces():
         replica.handle(piece)
     digests, equal, data = [], [], b""

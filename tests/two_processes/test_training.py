@@ -240,7 +240,9 @@ def test_replicas_train_as_one(four: Workers, tmp_path: Path) -> None:
     theirs = weights(tmp_path / "one" / "model")
     for key, value in weights(tmp_path / "four" / "model").items():
         assert torch.allclose(value, theirs[key], atol=1e-5 * float(value.abs().max())), key
-    assert main(["train", "--resume", str(tmp_path / "four"), "--run.updates", "3"]) == 0
+    resumed = ["train", "--resume", str(tmp_path / "four"), "--run.updates", "3"]
+    assert main(resumed) == 2  # one process is no replica of two
+    assert main([*resumed, "--parallel.shard", "0"]) == 0
     assert {code for code, _ in four(said, [*arguments, "--parallel.shard", "3"])} == {2}
 
 

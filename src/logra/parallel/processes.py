@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from logra.parallel.watch import Watch, watch_of_run
 
@@ -81,7 +82,7 @@ class Processes:
         if self.first:
             try:
                 box[0] = work()
-            except (ValueError, OSError) as found:
+            except Exception as found:
                 error, box[1] = found, str(found)
         if self.count > 1:
             dist.broadcast_object_list(box, src=0)
@@ -131,23 +132,17 @@ class Processes:
             result[place :: self.count] = list(of_process)
         return result
 
-    def all_or_none(self, work: Callable[[], object]) -> None:
-        """Let each process do its part of something that is whole only if all could.
+    def agree(self, error: Exception | None) -> None:
+        """After something that all did together and that is whole only if all could.
 
         Raises:
-            OSError: a process could not; the message says which and why.
+            Exception: this process's own, or what another one could not do.
         """
-        trouble: str | None = None
-        try:
-            work()
-        except Exception as error:
-            if self.count == 1:
-                raise
-            trouble = f"{type(error).__name__}: {error}"
-        found = [(place, each) for place, each in enumerate(self.gathered(trouble)) if each is not None]
-        if found:
-            place, what = found[0]
-            raise OSError(f"process {place}: {what}")
+        told = [each for each in self.gathered(None if error is None else str(error)) if each is not None]
+        if error is not None:
+            raise error
+        if told:
+            raise SaidElsewhere(told[0])
 
     @contextmanager
     def only_first_talks(self) -> Iterator[None]:
@@ -162,7 +157,7 @@ class Processes:
     def taking_turns(self) -> Iterator[None]:
         """One process of a machine after another, for what needs much memory for a while."""
         here, of = int(os.environ.get("LOCAL_RANK", self.place)), int(os.environ.get("LOCAL_WORLD_SIZE", self.count))
-        for turn in range(of):
+        for turn in range(max(self.gathered(of))):
             if turn == here:
                 yield
             if self.count > 1:
@@ -179,6 +174,11 @@ class Processes:
         return [] if self.watch is None else self.watch.report()
 
 
+def is_lost(error: RuntimeError) -> bool:
+    """Whether it comes of processes that no longer answer each other."""
+    return isinstance(error, dist.DistError) or any(word in str(error) for word in ("gloo", "NCCL", "Connection"))
+
+
 def join(device: str, seconds: float, shard: int = 0) -> Processes:
     """Join the processes that torchrun started; alone without it.
 
@@ -191,17 +191,24 @@ def join(device: str, seconds: float, shard: int = 0) -> Processes:
         ValueError: `shard` does not divide the number of processes.
     """
     count = int(os.environ.get("WORLD_SIZE", "1"))
-    if count == 1:
-        return Processes()
-    shard = shard or count
+    wanted, shard = shard, shard or count
     if count % shard:
         raise ValueError(
-            f"parallel.shard is {shard}, but {count} processes run; it must divide their number, or be 0 for all"
+            f"parallel.shard is {wanted}, but {count} processes run; it must divide their number, or be 0 for all"
         )
+    if count == 1:
+        return Processes()
     from torch.distributed.device_mesh import init_device_mesh
 
     if device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        here = int(os.environ.get("LOCAL_RANK", "0"))
+        if here >= torch.cuda.device_count():
+            count_here = os.environ.get("LOCAL_WORLD_SIZE", str(count))
+            raise ValueError(
+                f"{count_here} processes run on a machine of {torch.cuda.device_count()} GPUs; start one for each, or "
+                f"set model.device cpu"
+            )
+        torch.cuda.set_device(here)
     leaves = not dist.is_initialized()
     if leaves:
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"  # numbers per row are summed where they are
@@ -210,6 +217,8 @@ def join(device: str, seconds: float, shard: int = 0) -> Processes:
         mesh = init_device_mesh(device, (count,), mesh_dim_names=("shard",))
     else:
         mesh = init_device_mesh(device, (count // shard, shard), mesh_dim_names=("replicate", "shard"))
+    for dim in range(mesh.ndim):
+        _set_pg_timeout(timedelta(seconds=seconds), mesh.get_group(dim))  # they would wait 30 minutes
     watch = watch_of_run(dist.get_rank(), count)
     return Processes(dist.get_rank(), count, mesh, watch, _leaves=leaves)
 

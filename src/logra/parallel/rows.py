@@ -62,6 +62,8 @@ class Holders:
             return values
         total = values.clone()
         dist.all_reduce(total, group=self.group)
+        if self.replicas is not None:  # a sum in another order would let replicas drift apart
+            dist.broadcast(total, group=self.replicas, group_src=0)
         return total
 
     def scatter_sum(self, parts: Tensor) -> Tensor:

@@ -62,6 +62,7 @@ class Layout:
         compute: "bf16" or "fp32", what replicas compute in.
         weights: those that get factors, in the order of the messages.
         whole: tensors that travel whole with every message.
+        frozen: (name, digest) of the tensors that never change, as they compute; a replica must have the same.
     """
 
     seed: int
@@ -70,6 +71,7 @@ class Layout:
     compute: str
     weights: tuple[WeightLayout, ...]
     whole: tuple[WholeLayout, ...] = ()
+    frozen: tuple[tuple[str, int], ...] = ()
 
     @cached_property
     def digest(self) -> int:
@@ -92,7 +94,8 @@ class Layout:
             raise ValueError(f"the layout is not of format {FORMAT}; trainer and replica need one version of logra")
         weights = tuple(WeightLayout(**each) for each in found.pop("weights"))
         whole = tuple(WholeLayout(each["name"], each["dtype"], tuple(each["shape"])) for each in found.pop("whole"))
-        return cls(**found, weights=weights, whole=whole)
+        frozen = tuple((name, int(digest)) for name, digest in found.pop("frozen"))
+        return cls(**found, weights=weights, whole=whole, frozen=frozen)
 
     def computing_dtype(self, weight: WeightLayout) -> torch.dtype:
         """Of the weight that a replica computes with; short storages have no other form."""

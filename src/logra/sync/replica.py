@@ -16,7 +16,7 @@ from logra.sketch.projection import KINDS
 from logra.sketch.targets import is_conv1d, stable_name
 from logra.sync.full import decode_piece, is_piece
 from logra.sync.held import HeldWeight, Slice
-from logra.sync.layout import Layout, near_misses
+from logra.sync.layout import DTYPES, Layout, near_misses
 from logra.sync.message import DamagedMessage, SyncMessage, decode
 
 
@@ -51,11 +51,13 @@ class Replica:
         layout: as the trainer told it.
         slices: by name of each selected weight, where its values are; several where a model holds it in several parts.
         whole: by name, the tensors that travel whole (views of the model's).
-        changed: called after weights changed: key/value and prefix caches made with others must go.
+        changed: called whenever weights changed, half done or not: caches made with others must go.
         keep_on: device of what is kept beside weights.
+        frozen: by name, tensors that never change; those that the layout knows are compared with the trainer's.
 
     Raises:
-        ValueError: a weight of the layout is nowhere in the model; the message names near ones.
+        ValueError: a weight of the layout is nowhere in the model (the message names near ones), has another dtype or
+            shape, or a frozen one has other values.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Replica:
         whole: Mapping[str, Tensor],
         changed: Callable[[], None] = lambda: None,
         keep_on: str | None = None,
+        frozen: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.layout, self.whole, self.changed = layout, whole, changed
         self.version: int | None = None
@@ -78,10 +81,35 @@ class Replica:
                 f"{len(missing)} of {len(layout.weights) + len(layout.whole)} weights of the trainer are not in this "
                 f"model, such as {missing[0]!r}{near}; is it the same model?"
             )
+        self._check(slices, frozen or {})
         self.held = {
             each.name: [HeldWeight(each, part, layout.seed, keep_on) for part in slices[each.name]]
             for each in layout.weights
         }
+
+    def _check(self, slices: Mapping[str, Sequence[Slice]], frozen: Mapping[str, Tensor]) -> None:
+        """Refuse what could never come to the trainer's digest."""
+        for each in self.layout.weights:
+            wanted = self.layout.computing_dtype(each)
+            for part in slices[each.name]:
+                if part.computing.dtype != wanted:
+                    raise ValueError(f"{each.name} is {part.computing.dtype} in this model, the trainer's is {wanted}")
+        for entry in self.layout.whole:
+            found = self.whole[entry.name]
+            if (found.dtype, tuple(found.shape)) != (DTYPES[entry.dtype], entry.shape):
+                raise ValueError(
+                    f"{entry.name} is {found.dtype} {tuple(found.shape)} in this model, the trainer's is "
+                    f"{DTYPES[entry.dtype]} {entry.shape}"
+                )
+        dtype = DTYPES[self.layout.compute]
+        other = [
+            n for n, digest in self.layout.frozen if n in frozen and whole_digest(n, frozen[n].to(dtype)) != digest
+        ]
+        if other:
+            raise ValueError(
+                f"{len(other)} tensors that the trainer never changes have other values here, such as {other[0]}; load "
+                f"the replica from the model that the run began with"
+            )
 
     @torch.no_grad()
     def handle(self, data: bytes) -> Answer:
@@ -99,6 +127,15 @@ class Replica:
         if message.base != self.version:
             return self._refusal(f"the message follows version {message.base}, this replica has {self.version}")
         self.version = self.digest = None  # until all of it is merged
+        try:
+            digest = self._merged(message)
+        finally:
+            self.changed()
+        self.version, self.digest = message.version, (digest + self._whole_digest()) & MASK
+        return Answer(self.version, self.digest)
+
+    def _merged(self, message: SyncMessage) -> int:
+        """Merge every step; digest of the selected weights."""
         digest = 0
         device = next(iter(self.held.values()))[0].held.computing.device if self.held else torch.device("cpu")
         integers: dict[str, Tensor] = {}
@@ -122,9 +159,7 @@ class Replica:
                     digest += held.merge(part)
         for name, value in message.whole.items():
             self.whole[name].copy_(value.to(self.whole[name].device))
-        self.changed()
-        self.version, self.digest = message.version, (digest + self._whole_digest()) & MASK
-        return Answer(self.version, self.digest)
+        return digest
 
     def _integers(self, weight: Any, update: int, device: torch.device) -> Tensor:
         layout = self.layout
@@ -137,6 +172,8 @@ class Replica:
             return self._refusal(f"piece {piece.index} came when {self._next_piece} was expected")
         self.version = self.digest = None
         self._next_piece = piece.index + 1
+        if piece.index == 0:
+            self.changed()
         if piece.index < len(self.layout.weights):
             for held in self.held[self.layout.weights[piece.index].name]:
                 rows, columns = held.held.rows, held.held.columns

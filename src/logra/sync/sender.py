@@ -26,7 +26,7 @@ class Link(Protocol):
     name: str
 
     def ask(self, data: bytes, seconds: float) -> bytes:
-        """Send, and wait for the answer to it; answers to earlier messages are passed over.
+        """Send, and wait for the answer to it; never gives the answer to an earlier message.
 
         Raises:
             TimeoutError: none came in time.
@@ -95,7 +95,7 @@ class Sender:
     """Keeps replicas equal to a source.
 
     Args:
-        source: of the weights.
+        source: of the weights, in one process.
         links: to the replicas.
         seconds: to wait for an answer.
         full_every: versions after which everybody gets the full state anyway; 0: never.
@@ -105,7 +105,11 @@ class Sender:
         self.source, self.links, self.seconds, self.full_every = source, list(links), seconds, full_every
 
     def anchor(self, why: str = "start") -> SyncReport:
-        """Give every replica the full state: at start, on resume."""
+        """Give every replica the full state: at start, on resume.
+
+        Raises:
+            SyncLost: a replica does not come to the trainer's digest.
+        """
         start, report = time.perf_counter(), SyncReport(self.source.version)
         digest = self.source.digest()
         for link in self.links:
@@ -158,7 +162,7 @@ class Sender:
                 trouble = answer.refusal or f"its weights differ at version {answer.version}"
             except TimeoutError:
                 trouble = f"no answer within {self.seconds:g} s"
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 trouble = f"no answer ({error or type(error).__name__})"
         raise SyncLost(
             f"replica {link.name} does not come to version {self.source.version} after {FULL_TRIES} full states "

@@ -15,7 +15,7 @@ from logra.parallel.rows import whole
 from logra.sketch.layer_sketch import LayerSketch
 from logra.sketch.targets import stable_name
 from logra.sync.full import full_pieces
-from logra.sync.layout import Layout, WeightLayout, WholeLayout
+from logra.sync.layout import DTYPES, Layout, WeightLayout, WholeLayout
 from logra.sync.message import Factors, SyncMessage, encode
 from logra.sync.replica import whole_digest
 
@@ -33,11 +33,32 @@ class FactorSource:
     Attributes:
         layout: for the replicas.
         version: of the present weights; 0 at start.
+
+    Raises:
+        ValueError: the optimizer computes with weights that no replica can have.
     """
 
     def __init__(self, optimizer: LograOptimizer, model: Any, compute: str) -> None:
-        self.optimizer, self.version = optimizer, 0
-        settings = optimizer.settings
+        if optimizer.settings.dithered_copy:
+            raise ValueError("dithered_copy computes with weights that no replica has; use storage 'split' instead")
+        self.optimizer, self.version, self.compute = optimizer, 0, compute
+        trained = {id(each) for each in optimizer.trained_others}
+        selected = {id(each.weight) for each in optimizer.sketches}
+        named = {stable_name(name): each for name, each in model.named_parameters()}
+        self._whole = {name: each for name, each in named.items() if id(each) in trained}
+        dtype = DTYPES[compute]
+        self._frozen = tuple(
+            (name, whole_digest(name, whole(each, dtype)))
+            for name, each in named.items()
+            if id(each) not in trained | selected
+        )
+        self.layout = self._layout()
+        self._steps: dict[str, Factors] = {}
+        self._digest, self._update = 0, 0
+        optimizer.watcher = self
+
+    def _layout(self) -> Layout:
+        optimizer, settings = self.optimizer, self.optimizer.settings
         weights = tuple(
             WeightLayout(
                 each.name,
@@ -49,19 +70,20 @@ class FactorSource:
             )
             for each in optimizer.sketches
         )
-        trained = {id(each) for each in optimizer.trained_others}
-        self._whole = {stable_name(name): each for name, each in model.named_parameters() if id(each) in trained}
-        others = tuple(WholeLayout(name, compute, tuple(each.shape)) for name, each in self._whole.items())
-        self.layout = Layout(settings.seed, settings.projection, settings.factor_bits, compute, weights, others)
-        self._of = {each.name: each for each in weights}
-        self._steps: dict[str, Factors] = {}
-        self._digest, self._update = 0, 0
-        optimizer.watcher = self
+        others = tuple(WholeLayout(name, self.compute, tuple(each.shape)) for name, each in self._whole.items())
+        drawn = (settings.seed, settings.projection, settings.factor_bits, self.compute)
+        return Layout(*drawn, weights, others, self._frozen)
+
+    @property
+    def _of(self) -> dict[str, WeightLayout]:
+        return {each.name: each for each in self.layout.weights}
 
     # Called by the optimizer
 
     def begin(self, update: int) -> None:
-        """An update is about to be merged."""
+        """An update is about to be merged; if layers were regrouped since, replicas are told the new layout."""
+        if any(self._of[each.name].group != each.group.name for each in self.optimizer.sketches):
+            self.layout = self._layout()
         self._steps, self._digest, self._update = {}, 0, update
 
     def block(self, layer: LayerSketch, rows: range, after: Block) -> None:

@@ -7,6 +7,7 @@ A connection on which something did not come in time is closed, so that a late a
 import contextlib
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable
 
@@ -22,31 +23,41 @@ class SocketLink:
 
     Args:
         name: of the replica, for messages.
-        connect: makes a connection; called again after one was lost, and may start the replica anew.
+        connect: makes a connection within so many seconds; called again after one was lost, and may start the replica
+            anew.
     """
 
-    def __init__(self, name: str, connect: Callable[[], socket.socket]) -> None:
+    def __init__(self, name: str, connect: Callable[[float], socket.socket]) -> None:
         self.name, self.connect = name, connect
         self._socket: socket.socket | None = None
         self._number = 0
 
     def open(self, layout: str, seconds: float) -> None:
-        """Connect, and tell the layout."""
+        """Connect, and tell the layout.
+
+        Raises:
+            OSError: it cannot be reached, or does not answer in time.
+            ValueError: it has no use for the layout.
+        """
         self.close()
         answer = Answer.from_bytes(self.ask(layout.encode(), seconds))
         if answer.refusal is not None:
             raise ValueError(f"replica {self.name}: {answer.refusal}")
 
     def ask(self, data: bytes, seconds: float) -> bytes:
-        """Send, and wait for the answer."""
+        """Send, and wait for the answer.
+
+        Raises:
+            OSError: it cannot be reached, or does not answer in time (TimeoutError).
+        """
         deadline = time.monotonic() + seconds
         self._number += 1
         try:
             if self._socket is None:
-                self._socket = self.connect()
-            self._socket.settimeout(seconds)
-            self._socket.sendall(_FRAME.pack(self._number, len(data)))
-            self._socket.sendall(data)
+                self._socket = self.connect(seconds)
+            for part in (_FRAME.pack(self._number, len(data)), data):
+                self._socket.settimeout(max(0.001, deadline - time.monotonic()))
+                self._socket.sendall(part)
             number, answer = _received(self._socket, deadline)
         except OSError:
             self.close()
@@ -64,32 +75,46 @@ class SocketLink:
 
 
 def serve(listener: socket.socket, make: Callable[[Layout], Replica]) -> None:
-    """Answer one trainer after another, until the process ends.
+    """Answer trainers, one message at a time, until the process ends; a connection that fell silent hinders no other.
 
     Args:
         listener: bound and listening.
         make: a replica of a layout, on this engine's weights.
     """
-    replica: Replica | None = None
+    served = _Served(make)
     while True:
         connection, _ = listener.accept()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        threading.Thread(target=served.answer_all, args=(connection,), daemon=True).start()
+
+
+class _Served:
+    """The replica behind all connections."""
+
+    def __init__(self, make: Callable[[Layout], Replica]) -> None:
+        self.make, self.lock = make, threading.Lock()
+        self.replica: Replica | None = None
+
+    def answer_all(self, connection: socket.socket) -> None:
+        """Until the other side closes."""
         with connection, contextlib.suppress(OSError):
             while True:
                 number, data = _received(connection, None)
-                replica, answer = _handled(replica, data, make)
-                out = answer.to_bytes()
+                with self.lock:
+                    out = self.answer(data).to_bytes()
                 connection.sendall(_FRAME.pack(number, len(out)) + out)
 
-
-def _handled(replica: Replica | None, data: bytes, make: Callable[[Layout], Replica]) -> tuple[Replica | None, Answer]:
-    if data[:1] == b"{":
-        try:
-            return make(Layout.from_json(data.decode())), Answer(None, None)
-        except (ValueError, TypeError, KeyError) as error:
-            return replica, Answer(None, None, f"{type(error).__name__}: {error}")
-    if replica is None:
-        return None, Answer(None, None, "this replica was told of no layout yet")
-    return replica, replica.handle(data)
+    def answer(self, data: bytes) -> Answer:
+        """To a layout, or to what the replica takes."""
+        if data[:1] == b"{":
+            try:
+                self.replica = self.make(Layout.from_json(data.decode()))
+            except (ValueError, TypeError, KeyError) as error:
+                return Answer(None, None, f"{type(error).__name__}: {error}")
+            return Answer(None, None)
+        if self.replica is None:
+            return Answer(None, None, "this replica was told of no layout yet")
+        return self.replica.handle(data)
 
 
 def _received(connection: socket.socket, deadline: float | None) -> tuple[int, bytes]:

@@ -83,7 +83,7 @@ class WorkerPool:
     Args:
         job: what the processes do; see `logra.tasks.worker.make_handler`.
         limits: of each request.
-        workers: at most so many processes; 0: as many as cores.
+        workers: at most so many processes; 0: as many as cores, divided among the processes of a run.
 
     Raises:
         ValueError: the job cannot be loaded; the message says why.
@@ -92,7 +92,7 @@ class WorkerPool:
     def __init__(self, job: str, limits: Limits | None = None, workers: int = 0) -> None:
         self.job, self.limits = job, limits or Limits()
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self.workers = workers or cores
+        self.workers = workers or max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         self.killed = 0
         self._idle: list[_Worker] = []
         self._lock = threading.Lock()
