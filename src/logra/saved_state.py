@@ -67,7 +67,8 @@ def load_nested(folder: Path, processes: Processes) -> dict[str, Any]:
     tensors: dict[str, Tensor] = {}
     if places:
         reader = HuggingFaceStorageReader(str(folder))
-        saved = reader.read_metadata().state_dict_metadata
+        with checkpointing(ValueError):
+            saved = reader.read_metadata().state_dict_metadata
         for name, dim in places.items():
             entry: Any = saved[name]
             tensors[name] = _empty(entry.size, entry.properties.dtype, dim, processes)
@@ -156,3 +157,7 @@ def checkpointing(error: type[Exception]) -> Iterator[None]:
         place, failure = next(iter(found.failures.items()))
         what = failure[0] if isinstance(failure, tuple) else failure
         raise error(f"process {place}: {type(what).__name__}: {what}") from found
+    except Exception as found:
+        if type(found).__name__ != "SafetensorError":  # safetensors has an exception of its own
+            raise
+        raise error(f"a file of the state cannot be read or written ({found})") from found
