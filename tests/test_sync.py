@@ -17,6 +17,7 @@ from logra.sync.message import DamagedMessage, Factors, SyncMessage, decode, enc
 from logra.sync.replica import Answer, Replica, slices_of, tensors_of
 from logra.sync.sender import Sender, SyncLost
 from logra.sync.source import FactorSource, WholeSource
+from logra.sync.sparse_patch import patched, sparse_patch
 from tests.conftest import loss_of, tiny_gpt2, tiny_llama
 
 
@@ -385,3 +386,16 @@ def test_caches_go_whenever_weights_changed(tokens: Tensor) -> None:
         replica.handle(source.message()[0])
     assert len(calls) == 3
     assert (replica.version, replica.digest) == (None, None)
+
+
+@pytest.mark.parametrize("share", [0.0, 1e-5, 0.01, 1.0])
+def test_a_sparse_patch_loses_nothing(share: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    before = torch.randn(700, 400, generator=generator).to(torch.bfloat16)
+    changes = torch.rand(700, 400, generator=generator) < share
+    after = torch.where(changes, before * 1.5 + 1, before)
+    if share:
+        after.view(-1)[[0, -1]] = 7.0
+    patch = sparse_patch(before, after)
+    assert torch.equal(patched(before, patch), after)
+    assert len(patch) <= 3.5 * int((before != after).sum()) + 200

@@ -202,10 +202,10 @@ def test_the_command_as_a_process(tmp_path: Path) -> None:
         "rollout: {prompts: 2, samples: 2, max_tokens: 4}\nevaluation: {problems: 4}\nrun: {updates: 1}\n"
     )
     command = [sys.executable, "-m", "logra", "train", "--config", str(config), "--run.folder", str(tmp_path / "run")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr
     assert "held-out pass@1" in done.stdout
-    again = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    again = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert again.returncode == 2
     assert "holds a run already" in again.stderr
     assert "Traceback" not in again.stderr

@@ -88,7 +88,7 @@ def test_two_hundred_updates(
 ) -> None:
     processes.append(Process(compute, parts, threads))
     model, optimizer, source = trainer(storage, compute)
-    sender = Sender(source, [processes[0].link], seconds=20)
+    sender = Sender(source, [processes[0].link], seconds=120)
     sender.anchor()
     for seed in range(updates):
         update(model, optimizer, seed)
@@ -100,7 +100,7 @@ def test_a_replica_killed_while_it_merges_is_started_again(processes: list[Proce
     processes.append(Process("bf16", 2, 1))
     processes[0].environment = {"DIES_AT": "3"}
     model, optimizer, source = trainer("split", "bf16")
-    sender = Sender(source, [processes[0].link], seconds=20)
+    sender = Sender(source, [processes[0].link], seconds=120)
     sender.anchor()
     reports = []
     for seed in range(6):
@@ -114,13 +114,13 @@ def test_a_replica_killed_while_it_merges_is_started_again(processes: list[Proce
 def test_a_replica_paused_past_the_time_out_comes_back(processes: list[Process]) -> None:
     processes.append(Process("bf16", 1, 1))
     model, optimizer, source = trainer("fp32", "bf16")
-    sender = Sender(source, [processes[0].link], seconds=1.0)
+    sender = Sender(source, [processes[0].link], seconds=6.0)
     sender.anchor()
     update(model, optimizer, 0)
     assert sender.sync().full == {}
     os.kill(processes[0].running.pid, signal.SIGSTOP)
     update(model, optimizer, 1)
-    with pytest.raises(SyncLost, match=r"replica one does not come to version 2 .*no answer within 1 s"):
+    with pytest.raises(SyncLost, match=r"replica one does not come to version 2 .*no answer within 6 s"):
         sender.sync()
     os.kill(processes[0].running.pid, signal.SIGCONT)
     assert sender.anchor("it is back").full == {"one": "it is back"}
@@ -134,7 +134,7 @@ def test_a_lost_answer_is_not_taken_for_another(processes: list[Process]) -> Non
     processes.append(Process("bf16", 1, 1))
     model, optimizer, source = trainer("bf16", "bf16")
     link = processes[0].link
-    sender = Sender(source, [link], seconds=20)
+    sender = Sender(source, [link], seconds=120)
     sender.anchor()
     update(model, optimizer, 0)
     data, _ = source.message()

@@ -207,7 +207,6 @@ def never_failed(two: Workers, tmp_path_factory: pytest.TempPathFactory) -> Path
         ("killed", "learning", "process 1 was ended by SIGKILL in learning of update 4"),
         ("killed", "checkpoint", "process 1 was ended by SIGKILL in writing checkpoint-3"),
         ("stopped", "learning", "process 1: in learning of update 4"),
-        ("raises", "rollout", "MemoryError: no memory is left"),
     ],
 )
 def test_a_process_that_fails_ends_the_run_which_can_go_on(
@@ -220,7 +219,8 @@ def test_a_process_that_fails_ends_the_run_which_can_go_on(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     folder = tmp_path / "run"
-    arguments = ["train", *COMMON, "--run.folder", str(folder), "--parallel.timeout", "8"]
+    seconds = "40" if fault == "stopped" else "600"
+    arguments = ["train", *COMMON, "--run.folder", str(folder), "--parallel.timeout", seconds]
     program = (sys.executable, str(Path(__file__).parent / "failing.py"), fault, phase)
     assert launch(2, arguments, program) != 0
     assert told in capfd.readouterr().err
@@ -250,13 +250,13 @@ def test_a_signal_ends_all_processes_after_the_same_update(two: Workers, tmp_pat
     folder = tmp_path / "run"
     command = [sys.executable, "-m", "logra", "train", "--processes", "2", *COMMON, "--run.folder", str(folder)]
     running = subprocess.Popen([*command, "--run.updates", "5000"], stdout=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while not (folder / "metrics.jsonl").exists() or len(lines(folder)) < 4:
         assert time.monotonic() < deadline
         assert running.poll() is None
         time.sleep(0.05)
     running.send_signal(signal.SIGINT)
-    told, _ = running.communicate(timeout=60)
+    told, _ = running.communicate(timeout=300)
     assert running.returncode == 128 + signal.SIGINT, told
     done = lines(folder)[-1]["update"]
     assert told.count(f"SIGINT: {done} of 5000 updates are done") == 1
