@@ -11,6 +11,7 @@ from logra.config import LograSettings
 from logra.optim.digest import MASK, digest_of, name_key
 from logra.optim.optimizer import LograOptimizer
 from logra.sync.full import full_pieces
+from logra.sync.fused import fused_slices
 from logra.sync.held import HeldWeight, Slice
 from logra.sync.layout import Layout, WeightLayout
 from logra.sync.message import DamagedMessage, Factors, SyncMessage, decode, encode, message_bytes
@@ -399,3 +400,72 @@ def test_a_sparse_patch_loses_nothing(share: float) -> None:
     patch = sparse_patch(before, after)
     assert torch.equal(patched(before, patch), after)
     assert len(patch) <= 3.5 * int((before != after).sum()) + 200
+
+
+def engine_parameters(layout: Layout, parts: int, head: int) -> list[dict[str, Tensor]]:
+    """Zeros as an engine of so many tensor-parallel processes holds a Llama: fused and divided."""
+    made: list[dict[str, Tensor]] = [{} for _ in range(parts)]
+    rows = {each.name: each.rows for each in layout.weights}
+    columns = {each.name: each.columns for each in layout.weights}
+    for name in rows:
+        parent, _, leaf = name.rpartition(".")
+        for parameters in made:
+            if leaf == "q_proj":
+                keys = max(head, rows[f"{parent}.k_proj"] // parts)
+                height = rows[name] // parts + 2 * keys
+                parameters[f"{parent}.qkv_proj.weight"] = torch.zeros(height, columns[name], dtype=torch.bfloat16)
+            elif leaf == "gate_proj":
+                height = 2 * rows[name] // parts
+                parameters[f"{parent}.gate_up_proj.weight"] = torch.zeros(height, columns[name], dtype=torch.bfloat16)
+            elif leaf in ("o_proj", "down_proj"):
+                width = columns[name] // parts
+                parameters[f"{name}.weight"] = torch.zeros(rows[name], width, dtype=torch.bfloat16)
+    return made
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_an_engine_that_fuses_and_divides_follows_exactly(parts: int, tokens: Tensor) -> None:
+    """With four parts and two key/value heads, pairs of processes hold the same head."""
+    model, optimizer, source, _, _ = pair("bf16")
+    layout = source.layout
+    engines = engine_parameters(layout, parts, head=8)
+    replicas = [Replica(layout, fused_slices(layout, each, i, parts), {}) for i, each in enumerate(engines)]
+    for piece in source.pieces():
+        assert all(replica.handle(piece).refusal is None for replica in replicas)
+    for _ in range(3):
+        loss_of(model, tokens).backward()
+        optimizer.step()
+        data, digest = source.message()
+        assert all(replica.handle(data).refusal is None for replica in replicas)
+        assert sum(replica.digest or 0 for replica in replicas) & MASK == digest
+    layer = model.model.layers[1]
+    wanted = {name: getattr(layer.self_attn, name).weight.to(torch.bfloat16) for name in ("q_proj", "k_proj", "v_proj")}
+    for place, engine in enumerate(engines):
+        fused = engine["model.layers.1.self_attn.qkv_proj.weight"]
+        queries, keys = 32 // parts, max(8, 16 // parts)
+        head = place * 2 // parts if parts > 2 else place
+        assert torch.equal(fused[:queries], wanted["q_proj"][place * queries : (place + 1) * queries])
+        assert torch.equal(fused[queries : queries + keys], wanted["k_proj"][head * keys : (head + 1) * keys])
+        assert torch.equal(fused[queries + keys :], wanted["v_proj"][head * keys : (head + 1) * keys])
+        width = 80 // parts
+        down = layer.mlp.down_proj.weight.to(torch.bfloat16)[:, place * width : (place + 1) * width]
+        assert torch.equal(engine["model.layers.1.mlp.down_proj.weight"], down)
+        both = engine["model.layers.1.mlp.gate_up_proj.weight"]
+        assert torch.equal(
+            both[width:], layer.mlp.up_proj.weight.to(torch.bfloat16)[place * width : (place + 1) * width]
+        )
+
+
+def test_an_engine_of_another_shape_is_refused() -> None:
+    _, _, source, _, _ = pair("bf16")
+    (engine,) = engine_parameters(source.layout, 1, head=8)
+    engine["model.layers.0.mlp.down_proj.weight"] = torch.zeros(32, 79)
+    with pytest.raises(ValueError, match=r"down_proj has the shape \(32, 79\) in one of 1 parts"):
+        fused_slices(source.layout, engine)
+    engine["model.layers.0.mlp.down_proj.weight"] = torch.zeros(32, 80)
+    engine["model.layers.0.mlp.gate_up_proj.weight"] = torch.zeros(161, 32)
+    with pytest.raises(ValueError, match=r"gate_proj lies in a fused tensor of shape \(161, 32\)"):
+        fused_slices(source.layout, engine)
+    del engine["model.layers.0.mlp.gate_up_proj.weight"]
+    with pytest.raises(ValueError, match=r"2 of 14 weights .* such as 'model.layers.0.mlp.gate_proj'"):
+        Replica(source.layout, fused_slices(source.layout, engine), {})

@@ -30,12 +30,15 @@ class Slice:
 
     Attributes:
         computing: what the model computes with, [rows, columns]; may be a view.
-        rows, columns: of the whole weight that it holds.
+        rows: of the whole weight that it holds.
+        columns: likewise.
+        counted: whether its entries count in the digest: not where another process holds the same ones and counts them.
     """
 
     computing: Tensor
     rows: range
     columns: range
+    counted: bool = True
 
 
 class HeldWeight:
@@ -89,6 +92,8 @@ class HeldWeight:
 
     def digest(self, rows: range | None = None) -> int:
         """Of some rows held, or of all."""
+        if not self.held.counted:
+            return 0
         rows = range(len(self.held.rows)) if rows is None else rows
         held, first = self.held, self.held.rows.start
         whole = range(first + rows.start, first + rows.stop)
