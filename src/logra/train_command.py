@@ -209,9 +209,9 @@ def _lost(error: RuntimeError, processes: Processes) -> str:
 
 
 def _train(settings: TrainSettings, resume: bool, processes: Processes) -> int:
-    if settings.run.push_to_hub is not None:
-        check_hub(settings.run.push_to_hub)
-    mixture = Mixture(settings)  # data and golds are checked before a model loads
+    hub = settings.run.push_to_hub
+    processes.of_first(lambda: None if hub is None else check_hub(hub))
+    mixture = processes.first_makes(lambda: Mixture(settings))  # data and golds are checked before a model loads
     lengths = longest_of(settings, [problem for _, problem in mixture.held_out])
     planned = processes.of_first(lambda: planned_or_refused(settings, lengths, processes.count))
     folder = _folder(settings, resume, processes)

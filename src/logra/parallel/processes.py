@@ -93,6 +93,16 @@ class Processes:
         result: T = box[0]
         return result
 
+    def first_makes(self, make: Callable[[], T]) -> T:
+        """What each process makes for itself, once the first one could.
+
+        Raises:
+            ValueError: it could not; then all of them raise, and one says why.
+        """
+        made: list[T] = []
+        self.of_first(lambda: made.append(make()))
+        return made[0] if made else make()
+
     def summed(self, values: Tensor) -> Tensor:
         """The sum over all processes, fp64."""
         total = values.to(torch.float64)
