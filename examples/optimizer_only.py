@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from logra import LograOptimizer
 
-UPDATES, BATCH, LENGTH, MIB = 200, 32, 128, 2**20
+UPDATES, BATCH, LENGTH, MIB = 150, 32, 128, 2**20
 
 
 def main() -> None:
@@ -30,8 +30,7 @@ def main() -> None:
     def bits_a_byte(source: torch.Tensor, seed: int) -> torch.Tensor:
         starts = torch.randint(len(source) - LENGTH, (BATCH,), generator=torch.Generator().manual_seed(seed))
         tokens = torch.stack([source[start : start + LENGTH] for start in starts]).long()
-        with torch.autocast("cpu", torch.bfloat16):
-            return model(input_ids=tokens, labels=tokens).loss / math.log(2)
+        return model(input_ids=tokens, labels=tokens).loss / math.log(2)
 
     @torch.no_grad()
     def held_out_bits() -> float:
