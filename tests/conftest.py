@@ -1,7 +1,10 @@
 """Shared pieces: tiny models of real architectures, dense gradients to compare with."""
 
 import copy
+import subprocess
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,3 +75,12 @@ def scores(task: Any, problems: Any, texts: list[str]) -> list[float | None]:
 
 def relative(got: Tensor, wanted: Tensor) -> float:
     return float((got.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+def wait_for_lines(running: "subprocess.Popen[str]", folder: Path, count: int) -> None:
+    """Until a run has written so many lines of metrics; a slow machine may take minutes."""
+    deadline, path = time.monotonic() + 600, folder / "metrics.jsonl"
+    while not path.exists() or len(path.read_text().splitlines()) < count:
+        assert time.monotonic() < deadline
+        assert running.poll() is None
+        time.sleep(0.05)

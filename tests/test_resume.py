@@ -6,7 +6,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from logra.interruption import Interrupted, Interruption
 from logra.parallel.processes import Processes
 from logra.trainer import Trainer, Update
 from logra.trainer_state import load_state
+from tests.conftest import wait_for_lines
 
 COMMON = [
     "--rollout.prompts", "4", "--rollout.samples", "4", "--rollout.max_tokens", "6", "--evaluation.problems", "8",
@@ -94,11 +94,7 @@ def test_a_process_stops_at_a_signal_and_goes_on(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     command = [sys.executable, "-m", "logra", "train", *COMMON, "--run.folder", str(folder), "--run.updates", "2000"]
     running = subprocess.Popen([*command, "--evaluation.every", "0"], stdout=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 600
-    while not (folder / "metrics.jsonl").exists() or len(lines(folder)) < 4:
-        assert time.monotonic() < deadline
-        assert running.poll() is None
-        time.sleep(0.05)
+    wait_for_lines(running, folder, 4)
     running.send_signal(signal.SIGINT)
     told, _ = running.communicate(timeout=300)
     assert running.returncode == 128 + signal.SIGINT, told

@@ -190,33 +190,22 @@ static PyObject *native_floor(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-FOR_EACH_CPU
-static uint64_t digest_row16(const uint16_t *restrict bits, int64_t columns, uint64_t start)
-{
-    uint64_t total = 0;
-    for (int64_t j = 0; j < columns; j++) {
-        uint64_t h = start + (uint64_t)j * 0x9E3779B97F4A7C15u + (uint64_t)bits[j] * 0xC2B2AE3D27D4EB4Fu;
-        h ^= h >> 32;
-        h *= 0xD6E8FEB86659FD93u;
-        h ^= h >> 29;
-        total += h;
+#define DIGEST_ROW(name, bits_type)                                                                                    \
+    FOR_EACH_CPU                                                                                                       \
+    static uint64_t name(const bits_type *restrict bits, int64_t columns, uint64_t start)                              \
+    {                                                                                                                  \
+        uint64_t total = 0;                                                                                            \
+        for (int64_t j = 0; j < columns; j++) {                                                                        \
+            uint64_t h = start + (uint64_t)j * 0x9E3779B97F4A7C15u + (uint64_t)bits[j] * 0xC2B2AE3D27D4EB4Fu;          \
+            h ^= h >> 32;                                                                                              \
+            h *= 0xD6E8FEB86659FD93u;                                                                                  \
+            total += h ^ (h >> 29);                                                                                    \
+        }                                                                                                              \
+        return total;                                                                                                  \
     }
-    return total;
-}
 
-FOR_EACH_CPU
-static uint64_t digest_row32(const uint32_t *restrict bits, int64_t columns, uint64_t start)
-{
-    uint64_t total = 0;
-    for (int64_t j = 0; j < columns; j++) {
-        uint64_t h = start + (uint64_t)j * 0x9E3779B97F4A7C15u + (uint64_t)bits[j] * 0xC2B2AE3D27D4EB4Fu;
-        h ^= h >> 32;
-        h *= 0xD6E8FEB86659FD93u;
-        h ^= h >> 29;
-        total += h;
-    }
-    return total;
-}
+DIGEST_ROW(digest_row16, uint16_t)
+DIGEST_ROW(digest_row32, uint32_t)
 
 static PyObject *native_digest(PyObject *self, PyObject *args)
 {

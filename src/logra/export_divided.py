@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from logra.parallel.processes import Processes
-from logra.parallel.rows import local, whole
+from logra.parallel.rows import local, whole, with_part
 from logra.saved_state import checkpointing
 
 FILE_BYTES = 4 * 2**30
@@ -55,18 +55,7 @@ def _merged(weight: Tensor, layer: Any) -> Tensor:
     (adapter,) = layer.active_adapters
     up, down = layer.lora_B[adapter].weight, layer.lora_A[adapter].weight
     change = local(up).to(torch.float32) @ whole(down).to(torch.float32) * layer.scaling[adapter]
-    held = (local(weight).to(torch.float32) + change).to(weight.dtype)
-    from torch.distributed.tensor import DTensor
-
-    found: Tensor = DTensor.from_local(
-        held,
-        weight.device_mesh,  # type: ignore[attr-defined]
-        weight.placements,  # type: ignore[attr-defined]
-        run_check=False,
-        shape=weight.shape,
-        stride=weight.stride(),
-    )
-    return found
+    return with_part(weight, (local(weight).to(torch.float32) + change).to(weight.dtype))
 
 
 def export_divided(folder: Path, model: Any, tokenizer: Any, compute: str, card: str, processes: Processes) -> None:

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from logra.parallel.launch import launch
 from logra.parallel.processes import Processes
 from logra.parallel.rows import whole
 from logra.rl.batch import collate
-from tests.conftest import relative
+from tests.conftest import relative, wait_for_lines
 from tests.two_processes.conftest import Workers
 from tests.two_processes.updates import SAMPLES
 
@@ -250,11 +249,7 @@ def test_a_signal_ends_all_processes_after_the_same_update(two: Workers, tmp_pat
     folder = tmp_path / "run"
     command = [sys.executable, "-m", "logra", "train", "--processes", "2", *COMMON, "--run.folder", str(folder)]
     running = subprocess.Popen([*command, "--run.updates", "5000"], stdout=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 600
-    while not (folder / "metrics.jsonl").exists() or len(lines(folder)) < 4:
-        assert time.monotonic() < deadline
-        assert running.poll() is None
-        time.sleep(0.05)
+    wait_for_lines(running, folder, 4)
     running.send_signal(signal.SIGINT)
     told, _ = running.communicate(timeout=300)
     assert running.returncode == 128 + signal.SIGINT, told

@@ -31,7 +31,7 @@ from logra.optim.rounding import (
     read_split,
     round_to_split,
 )
-from logra.parallel.rows import version
+from logra.parallel.rows import shifted, version
 from logra.random_bits import Purpose
 from logra.sketch.layer_sketch import LayerSketch
 
@@ -126,8 +126,7 @@ class WeightStorage(ABC):
 
     def _in_whole(self, rows: range) -> range:
         """Where rows held here are in the whole weight: random bits belong to a row, whoever holds it."""
-        first = self.layer.rows.mine.start
-        return range(first + rows.start, first + rows.stop)
+        return shifted(rows, self.layer.rows.mine.start)
 
 
 class Fp32Storage(WeightStorage):

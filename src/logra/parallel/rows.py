@@ -162,18 +162,28 @@ def whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         part = part.to(dtype)
     if not hasattr(tensor, "device_mesh"):
         return part
+    found: Tensor = with_part(tensor, part).full_tensor()  # type: ignore[attr-defined]
+    return found
+
+
+def with_part(tensor: Tensor, part: Tensor) -> Tensor:
+    """A tensor held in parts as `tensor` is, of which this process holds `part`."""
     from torch.distributed.tensor import DTensor
 
-    same = DTensor.from_local(
+    found: Tensor = DTensor.from_local(
         part,
-        tensor.device_mesh,
+        tensor.device_mesh,  # type: ignore[attr-defined]
         tensor.placements,  # type: ignore[attr-defined]
         run_check=False,
         shape=tensor.shape,
         stride=tensor.stride(),
     )
-    found: Tensor = same.full_tensor()
     return found
+
+
+def shifted(rows: range, first: int) -> range:
+    """Where rows that are numbered from 0 lie in a whole, of which they begin at `first`."""
+    return range(first + rows.start, first + rows.stop)
 
 
 def refuse_undivided(model: nn.Module) -> None:

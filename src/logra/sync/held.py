@@ -20,6 +20,7 @@ from torch import Tensor
 from logra.optim.digest import digest_of, name_key
 from logra.optim.merge import LayerStep, row_blocks
 from logra.optim.rounding import WeightBits, dither_to_split, floor_to_bf16, read_split, round_to_split
+from logra.parallel.rows import shifted
 from logra.random_bits import Purpose
 from logra.sync.layout import WeightLayout
 
@@ -95,10 +96,8 @@ class HeldWeight:
         if not self.held.counted:
             return 0
         rows = range(len(self.held.rows)) if rows is None else rows
-        held, first = self.held, self.held.rows.start
-        whole = range(first + rows.start, first + rows.stop)
-        values = held.computing[rows.start : rows.stop]
-        return digest_of(values, self.key, whole, held.columns, self.layout.columns)
+        values = self.held.computing[rows.start : rows.stop]
+        return digest_of(values, self.key, self._in_whole(rows), self.held.columns, self.layout.columns)
 
     def load(self, values: Tensor) -> None:
         """Take the trainer's stored values of this slice, fp32 [rows, columns], exactly."""
@@ -159,5 +158,4 @@ class HeldWeight:
         return ((upper << 16) | bits).view(torch.float32)
 
     def _in_whole(self, rows: range) -> range:
-        first = self.held.rows.start
-        return range(first + rows.start, first + rows.stop)
+        return shifted(rows, self.held.rows.start)

@@ -11,7 +11,7 @@ from logra.optim.digest import MASK, digest_of, name_key
 from logra.optim.merge import LayerStep
 from logra.optim.optimizer import LograOptimizer
 from logra.optim.storage import Block
-from logra.parallel.rows import whole
+from logra.parallel.rows import shifted, whole
 from logra.sketch.layer_sketch import LayerSketch
 from logra.sketch.targets import stable_name
 from logra.sync.full import full_pieces
@@ -53,6 +53,7 @@ class FactorSource:
             if id(each) not in trained | selected
         )
         self.layout = self._layout()
+        self._of = {each.name: each for each in self.layout.weights}
         self._steps: dict[str, Factors] = {}
         self._digest, self._update = 0, 0
         optimizer.watcher = self
@@ -74,16 +75,13 @@ class FactorSource:
         drawn = (settings.seed, settings.projection, settings.factor_bits, self.compute)
         return Layout(*drawn, weights, others, self._frozen)
 
-    @property
-    def _of(self) -> dict[str, WeightLayout]:
-        return {each.name: each for each in self.layout.weights}
-
     # Called by the optimizer
 
     def begin(self, update: int) -> None:
         """An update is about to be merged; if layers were regrouped since, replicas are told the new layout."""
         if any(self._of[each.name].group != each.group.name for each in self.optimizer.sketches):
             self.layout = self._layout()
+            self._of = {each.name: each for each in self.layout.weights}
         self._steps, self._digest, self._update = {}, 0, update
 
     def block(self, layer: LayerSketch, rows: range, after: Block) -> None:
@@ -105,17 +103,12 @@ class FactorSource:
         others = {name: whole(each) for name, each in self._whole.items()}
         self.version += 1
         data = encode(self.layout, SyncMessage(self.version, self.version - 1, self._update, self._steps, others))
-        holders = next(iter(self.optimizer.sketches)).rows.holders
-        parts = torch.tensor(_signed(self._digest & MASK))
-        digest = int(holders.summed(parts)) + self._digest_of_whole()
         self._steps = {}
-        return data, digest & MASK
+        return data, self._everywhere(self._digest)
 
     def digest(self) -> int:
         """Of the weights as they are."""
-        here = sum(self._digest_at_rest(layer) for layer in self.optimizer.sketches) & MASK
-        holders = next(iter(self.optimizer.sketches)).rows.holders
-        return (int(holders.summed(torch.tensor(_signed(here)))) + self._digest_of_whole()) & MASK
+        return self._everywhere(sum(self._digest_at_rest(layer) for layer in self.optimizer.sketches))
 
     def pieces(self) -> Iterator[bytes]:
         """The weights as they are, for a replica that needs all of them."""
@@ -133,15 +126,19 @@ class FactorSource:
         return self._digest_of(layer, rows, self.optimizer.storages[layer.name].read(rows))
 
     def _digest_of(self, layer: LayerSketch, rows: range, block: Block) -> int:
-        first = layer.rows.mine.start
         values = block.stored
         if self.layout.computing_dtype(self._of[layer.name]) == torch.bfloat16:
             values = block.stored.to(torch.bfloat16) if block.compute is None else block.compute
-        place = range(first + rows.start, first + rows.stop)
+        place = shifted(rows, layer.rows.mine.start)
         return digest_of(values, name_key(layer.name), place, range(layer.in_features), layer.in_features)
 
+    def _everywhere(self, here: int) -> int:
+        """With the rows of other processes, and the tensors that travel whole."""
+        holders = next(iter(self.optimizer.sketches)).rows.holders
+        return (int(holders.summed(torch.tensor(_signed(here & MASK)))) + self._digest_of_whole()) & MASK
+
     def _digest_of_whole(self) -> int:
-        dtype = torch.bfloat16 if self.layout.compute == "bf16" else torch.float32
+        dtype = DTYPES[self.layout.compute]
         return sum(whole_digest(each.name, whole(self._whole[each.name], dtype)) for each in self.layout.whole)
 
 
@@ -179,7 +176,7 @@ class WholeSource:
         return full_pieces(self.layout, self.version, self._present().__getitem__)
 
     def _present(self) -> dict[str, Tensor]:
-        dtype = torch.bfloat16 if self.layout.compute == "bf16" else torch.float32
+        dtype = DTYPES[self.layout.compute]
         present = self._tensors()
         return {each.name: whole(present[each.name], dtype) for each in self.layout.whole}
 
