@@ -11,9 +11,10 @@ from logra.config import LograSettings
 from logra.optim.digest import MASK
 from logra.optim.optimizer import LograOptimizer
 from logra.sync.fused import fused_slices
+from logra.sync.held import Slice
 from logra.sync.layout import Layout
 from logra.sync.message import message_bytes
-from logra.sync.replica import Answer, Replica, slices_of, tensors_of
+from logra.sync.replica import Answer, Replica, as_slice, replica_of, slices_of, tensors_of
 from logra.sync.sender import Sender, SyncLost
 from logra.sync.source import FactorSource, WholeSource
 from tests.conftest import loss_of, tiny_gpt2, tiny_llama
@@ -39,6 +40,10 @@ class Near:
         self.replica = self.make()
 
 
+def whole_of(model: Any) -> dict[str, list[Slice]]:
+    return {name: [as_slice(each)] for name, each in tensors_of(model).items()}
+
+
 def pair(
     compute: str, make: Any = tiny_llama, **changes: Any
 ) -> tuple[Any, LograOptimizer, FactorSource, Near, list[Any]]:
@@ -55,8 +60,7 @@ def pair(
     def replica() -> Replica:
         models.append(copy.deepcopy(start).to(dtype))
         layout = Layout.from_json(source.layout.to_json())
-        tensors = tensors_of(models[-1])
-        return Replica(layout, slices_of(models[-1]), tensors, frozen=tensors)
+        return replica_of(layout, models[-1])
 
     return model, optimizer, source, Near(replica), models
 
@@ -181,14 +185,14 @@ def test_a_model_without_the_trainers_weights_is_refused() -> None:
     _, _, source, _, _ = pair("bf16")
     other = tiny_llama(layers=1)
     with pytest.raises(ValueError, match=r"7 of 14 weights .* such as 'model.layers.1.self_attn.q_proj'; near: "):
-        Replica(source.layout, slices_of(other), tensors_of(other))
+        replica_of(source.layout, other)
 
 
 def test_full_state_comes_again_when_due_and_dense_methods_use_the_same_way(tokens: Tensor) -> None:
     model = tiny_llama(tied=True)
     source = WholeSource(lambda: dict(model.named_parameters()), "bf16")
     replica_model = copy.deepcopy(model).to(torch.bfloat16)
-    link = Near(lambda: Replica(source.layout, {}, tensors_of(replica_model)))
+    link = Near(lambda: Replica(source.layout, {}, whole_of(replica_model)))
     sender = Sender(source, [link], full_every=2)
     sender.anchor()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -219,22 +223,22 @@ def test_what_could_never_be_equal_is_refused_at_once() -> None:
     model, _, source, _, _ = pair("bf16", others="adamw")
     short = copy.deepcopy(model).to(torch.bfloat16)
     with pytest.raises(ValueError, match=r"q_proj is torch.float32 in this model, the trainer's is torch.bfloat16"):
-        Replica(source.layout, slices_of(model), tensors_of(short))
+        Replica(source.layout, slices_of(model), whole_of(short))
     with pytest.raises(ValueError, match=r"embed_tokens.weight is torch.float32 \(48, 32\) in this model"):
-        Replica(source.layout, slices_of(short), tensors_of(model))
+        Replica(source.layout, slices_of(short), whole_of(model))
     frozen, _, source, _, _ = pair("bf16")
     other = copy.deepcopy(frozen).to(torch.bfloat16)
     with torch.no_grad():
         other.model.norm.weight[0] += 1.0
     with pytest.raises(ValueError, match=r"1 tensors .* have other values here, such as model.norm.weight"):
-        Replica(source.layout, slices_of(other), tensors_of(other), frozen=tensors_of(other))
+        replica_of(source.layout, other)
     with pytest.raises(ValueError, match="dithered_copy"):
         pair("bf16", dithered_copy=True)
 
 
 def test_layers_that_are_regrouped_lead_to_a_new_layout(tokens: Tensor) -> None:
     model, optimizer, source, link, models = pair("bf16")
-    link.make = lambda: Replica(Layout.from_json(source.layout.to_json()), slices_of(models[0]), tensors_of(models[0]))
+    link.make = lambda: replica_of(Layout.from_json(source.layout.to_json()), models[0])
     sender = Sender(source, [link])
     sender.anchor()
     layer = optimizer.sketches.layers["model.layers.0.mlp.up_proj"]
@@ -325,11 +329,11 @@ def test_an_engine_of_another_shape_is_refused() -> None:
     _, _, source, _, _ = pair("bf16")
     (engine,) = engine_parameters(source.layout, 1, head=8)
     engine["model.layers.0.mlp.down_proj.weight"] = torch.zeros(32, 79)
-    with pytest.raises(ValueError, match=r"down_proj has the shape \(32, 79\) in one of 1 parts"):
+    with pytest.raises(ValueError, match=r"down_proj.weight has the shape \(32, 79\) in one of 1 parts"):
         fused_slices(source.layout, engine)
     engine["model.layers.0.mlp.down_proj.weight"] = torch.zeros(32, 80)
     engine["model.layers.0.mlp.gate_up_proj.weight"] = torch.zeros(161, 32)
-    with pytest.raises(ValueError, match=r"gate_proj lies in a fused tensor of shape \(161, 32\)"):
+    with pytest.raises(ValueError, match=r"gate_proj.weight lies in a fused tensor of shape \(161, 32\)"):
         fused_slices(source.layout, engine)
     del engine["model.layers.0.mlp.gate_up_proj.weight"]
     with pytest.raises(ValueError, match=r"2 of 14 weights .* such as 'model.layers.0.mlp.gate_proj'"):

@@ -19,7 +19,7 @@ from logra.divide import divide
 from logra.optim.optimizer import LograOptimizer
 from logra.parallel.processes import Processes
 from logra.rl.logprobs import CausalModel
-from logra.sync.replica import Replica, slices_of, tensors_of
+from logra.sync.replica import replica_of
 from logra.sync.sender import Sender, SyncLost
 from logra.sync.source import FactorSource
 from logra.sync.wire import SocketLink
@@ -160,7 +160,7 @@ def trained_and_followed(group: Processes) -> tuple[list[int], list[bool], bytes
     optimizer = LograOptimizer(model, settings)
     optimizer.set_gradient_divide_factor(1.0)
     source = FactorSource(optimizer, model, "bf16")
-    replica = Replica(source.layout, slices_of(own), tensors_of(own), frozen=tensors_of(own))
+    replica = replica_of(source.layout, own)
     for piece in source.pieces():
         replica.handle(piece)
     digests, equal, data = [], [], b""

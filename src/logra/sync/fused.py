@@ -3,12 +3,13 @@
 another, each process with its rows (column-parallel layers) or its columns (row-parallel ones). vLLM's names.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
 from logra.sync.held import Slice
-from logra.sync.layout import Layout, WeightLayout
+from logra.sync.layout import Layout
+from logra.sync.replica import as_rows, as_slice
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
@@ -16,7 +17,7 @@ FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj
 def fused_slices(
     layout: Layout, parameters: Mapping[str, Tensor], place: int = 0, parts: int = 1
 ) -> dict[str, list[Slice]]:
-    """The slices of every weight that this process of an engine holds; weights that it does not know are left out.
+    """The slices of every selected weight that this process of an engine holds; weights that it lacks are left out.
 
     Args:
         layout: of the trainer.
@@ -27,52 +28,82 @@ def fused_slices(
     Raises:
         ValueError: a weight is there with a shape that no division explains.
     """
-    weights = {each.name: each for each in layout.weights}
+    shapes = {f"{each.name}.weight": (each.rows, each.columns) for each in layout.weights}
+    found = _found(shapes, parameters, place, parts)
+    return {name.removesuffix(".weight"): slices for name, slices in found.items()}
+
+
+def fused_whole(
+    layout: Layout, parameters: Mapping[str, Tensor], place: int = 0, parts: int = 1
+) -> dict[str, list[Slice]]:
+    """The same for the tensors that travel whole: biases, norms and embeddings too."""
+    return _found({each.name: each.shape for each in layout.whole}, parameters, place, parts)
+
+
+def _found(
+    shapes: Mapping[str, Sequence[int]], parameters: Mapping[str, Tensor], place: int, parts: int
+) -> dict[str, list[Slice]]:
     found: dict[str, list[Slice]] = {}
-    for weight in layout.weights:
-        held = parameters.get(f"{weight.name}.weight")
-        if held is not None:
-            found[weight.name] = [_own(weight, held, place, parts)]
+    for name, shape in shapes.items():
+        if name in parameters:
+            found[name] = [_own(name, shape, parameters[name], place, parts)]
             continue
-        parent, _, leaf = weight.name.rpartition(".")
+        layer, _, kind = name.rpartition(".")
+        parent, _, leaf = layer.rpartition(".")
         for fused, members in FUSED.items():
-            held = parameters.get(f"{parent}.{fused}.weight")
-            siblings = [weights.get(f"{parent}.{member}") for member in members]
+            held = parameters.get(f"{parent}.{fused}.{kind}")
+            siblings = [shapes.get(f"{parent}.{member}.{kind}") for member in members]
             if held is not None and leaf in members and None not in siblings:
-                known = [each for each in siblings if each is not None]
-                found[weight.name] = [_inside(weight, known, held, place, parts)]
+                rows = [each[0] for each in siblings if each is not None]
+                found[name] = [_inside(name, members.index(leaf), rows, held, place, parts)]
     return found
 
 
-def _own(weight: WeightLayout, held: Tensor, place: int, parts: int) -> Slice:
-    """A weight that has a tensor of its own, whole or divided along one dimension."""
-    rows, columns = range(weight.rows), range(weight.columns)
-    if tuple(held.shape) == (weight.rows, weight.columns):
-        return Slice(held, rows, columns)
-    if (held.shape[0] * parts, held.shape[1]) == (weight.rows, weight.columns):
-        return Slice(held, rows[place * held.shape[0] : (place + 1) * held.shape[0]], columns)
-    if (held.shape[0], held.shape[1] * parts) == (weight.rows, weight.columns):
-        return Slice(held, rows, columns[place * held.shape[1] : (place + 1) * held.shape[1]])
+def _own(name: str, shape: Sequence[int], held: Tensor, place: int, parts: int) -> Slice:
+    """A tensor of its own: whole, divided along one dimension, or rows of a vocabulary with padding behind them."""
+    rows, columns = as_rows(shape)
+    mine = as_slice(held)
+    count, width = mine.computing.shape
+    if (count, width) == (rows, columns):
+        return Slice(mine.computing, range(rows), range(columns), counted=place == 0)
+    if width == columns and (count * parts == rows or (count * parts > rows and _is_vocabulary(name))):
+        mine_of = range(rows)[place * count : (place + 1) * count]
+        return Slice(mine.computing[: len(mine_of)], mine_of, range(columns))
+    if (count, width * parts) == (rows, columns):
+        return Slice(mine.computing, range(rows), range(columns)[place * width : (place + 1) * width])
     raise ValueError(
-        f"{weight.name} has the shape {tuple(held.shape)} in one of {parts} parts of the engine; the trainer's is "
-        f"{(weight.rows, weight.columns)}"
+        f"{name} has the shape {tuple(held.shape)} in one of {parts} parts of the engine; the trainer's is "
+        f"{tuple(shape)}"
     )
 
 
-def _inside(weight: WeightLayout, members: list[WeightLayout], held: Tensor, place: int, parts: int) -> Slice:
-    """Rows inside a fused tensor. Key and value heads that are fewer than parts are held by several of them."""
-    counts = [each.rows // parts for each in members]
-    missing = held.shape[0] - sum(counts)
-    if missing and len(members) == 3:  # of k and v each process has one head, several the same
+def _is_vocabulary(name: str) -> bool:
+    return any(word in name for word in ("embed", "lm_head", "wte"))
+
+
+def _inside(name: str, index: int, rows: Sequence[int], held: Tensor, place: int, parts: int) -> Slice:
+    """Rows inside a fused tensor. Key and value heads that are fewer than parts are held by several of them.
+
+    Args:
+        name: of the weight.
+        index: its place among the fused ones.
+        rows: of each of those.
+        held: the fused tensor.
+        place: of this process among those that divide it.
+        parts: how many do.
+    """
+    lines = as_slice(held).computing
+    counts = [each // parts for each in rows]
+    missing = lines.shape[0] - sum(counts)
+    if missing and len(rows) == 3:  # of k and v each process has one head, several the same
         counts[1] = counts[2] = counts[1] + missing // 2
-    if sum(counts) != held.shape[0] or held.shape[1] != weight.columns:
+    if sum(counts) != lines.shape[0]:
         raise ValueError(
-            f"{weight.name} lies in a fused tensor of shape {tuple(held.shape)} in one of {parts} parts of the engine, "
-            f"which its parts of {[each.rows for each in members]} rows do not explain"
+            f"{name} lies in a fused tensor of shape {tuple(held.shape)} in one of {parts} parts of the engine, "
+            f"which its parts of {list(rows)} rows do not explain"
         )
-    index = members.index(weight)
     start, count = sum(counts[:index]), counts[index]
-    holders = parts * count // weight.rows  # processes that hold the same rows
+    holders = parts * count // rows[index]  # processes that hold the same rows
     first = place // holders * count
-    values, counted = held[start : start + count], place % holders == 0
-    return Slice(values, range(first, first + count), range(weight.columns), counted)
+    values = lines[start : start + count]
+    return Slice(values, range(first, first + count), range(lines.shape[1]), counted=place % holders == 0)

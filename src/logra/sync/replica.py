@@ -2,6 +2,7 @@
 """A rollout replica: it owns its version, refuses what does not follow it, and answers with a digest of the result."""
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -50,7 +51,7 @@ class Replica:
     Args:
         layout: as the trainer told it.
         slices: by name of each selected weight, where its values are; several where a model holds it in several parts.
-        whole: by name, the tensors that travel whole (views of the model's).
+        whole: by name, where the tensors that travel whole are, likewise; as `as_slice` sees them.
         changed: called whenever weights changed, half done or not: caches made with others must go.
         keep_on: device of what is kept beside weights.
         frozen: by name, tensors that never change; those that the layout knows are compared with the trainer's.
@@ -64,7 +65,7 @@ class Replica:
         self,
         layout: Layout,
         slices: Mapping[str, Sequence[Slice]],
-        whole: Mapping[str, Tensor],
+        whole: Mapping[str, Sequence[Slice]],
         changed: Callable[[], None] = lambda: None,
         keep_on: str | None = None,
         frozen: Mapping[str, Tensor] | None = None,
@@ -74,7 +75,7 @@ class Replica:
         self.digest: int | None = None
         self._next_piece = 0
         missing = [each.name for each in layout.weights if not slices.get(each.name)]
-        missing += [each.name for each in layout.whole if each.name not in whole]
+        missing += [each.name for each in layout.whole if not whole.get(each.name)]
         if missing:
             near = near_misses(missing[0], [*slices, *whole])
             raise ValueError(
@@ -95,12 +96,15 @@ class Replica:
                 if part.computing.dtype != wanted:
                     raise ValueError(f"{each.name} is {part.computing.dtype} in this model, the trainer's is {wanted}")
         for entry in self.layout.whole:
-            found = self.whole[entry.name]
-            if (found.dtype, tuple(found.shape)) != (DTYPES[entry.dtype], entry.shape):
-                raise ValueError(
-                    f"{entry.name} is {found.dtype} {tuple(found.shape)} in this model, the trainer's is "
-                    f"{DTYPES[entry.dtype]} {entry.shape}"
-                )
+            rows, columns = as_rows(entry.shape)
+            for part in self.whole[entry.name]:
+                fits = part.computing.shape == (len(part.rows), len(part.columns))
+                fits = fits and part.rows.stop <= rows and part.columns.stop <= columns
+                if part.computing.dtype != DTYPES[entry.dtype] or not fits:
+                    raise ValueError(
+                        f"{entry.name} is {part.computing.dtype} {tuple(part.computing.shape)} in this model, the "
+                        f"trainer's is {DTYPES[entry.dtype]} {entry.shape}"
+                    )
         dtype = DTYPES[self.layout.compute]
         other = [
             n for n, digest in self.layout.frozen if n in frozen and whole_digest(n, frozen[n].to(dtype)) != digest
@@ -158,7 +162,7 @@ class Replica:
                     )
                     digest += held.merge(part)
         for name, value in message.whole.items():
-            self.whole[name].copy_(value.to(self.whole[name].device))
+            self._enter_whole(name, value)
         return digest
 
     def _integers(self, weight: Any, update: int, device: torch.device) -> Tensor:
@@ -179,8 +183,7 @@ class Replica:
                 rows, columns = held.held.rows, held.held.columns
                 held.load(piece.values[rows.start : rows.stop, columns.start : columns.stop])
         else:
-            name = self.layout.whole[piece.index - len(self.layout.weights)].name
-            self.whole[name].copy_(piece.values.to(self.whole[name].device))
+            self._enter_whole(self.layout.whole[piece.index - len(self.layout.weights)].name, piece.values)
         if piece.last:
             self._next_piece = 0
             self.changed()
@@ -188,17 +191,51 @@ class Replica:
             self.version, self.digest = piece.version, (parts + self._whole_digest()) & MASK
         return Answer(self.version, self.digest)
 
+    def _enter_whole(self, name: str, value: Tensor) -> None:
+        lines = value.reshape(as_rows(value.shape))
+        for part in self.whole[name]:
+            values = lines[part.rows.start : part.rows.stop, part.columns.start : part.columns.stop]
+            part.computing.copy_(values.to(part.computing.device))
+
     def _whole_digest(self) -> int:
-        return sum(whole_digest(each.name, self.whole[each.name]) for each in self.layout.whole)
+        total = 0
+        for each in self.layout.whole:
+            columns = as_rows(each.shape)[1]
+            for part in self.whole[each.name]:
+                if part.counted:
+                    total += digest_of(part.computing, name_key(each.name), part.rows, part.columns, columns)
+        return total
 
     def _refusal(self, why: str) -> Answer:
         return Answer(self.version, self.digest, why)
 
 
+def joined(answers: Sequence[Answer]) -> Answer:
+    """What tensor-parallel parts say, as one answer: digests add up, and one refusal is a refusal."""
+    refusal = next((each.refusal for each in answers if each.refusal is not None), None)
+    versions, digests = {each.version for each in answers}, [each.digest for each in answers]
+    if len(versions) > 1:
+        return Answer(None, None, refusal or f"its parts have the versions {sorted(map(str, versions))}")
+    known = [each for each in digests if each is not None]
+    return Answer(versions.pop(), sum(known) & MASK if len(known) == len(digests) else None, refusal)
+
+
+def as_rows(shape: Sequence[int]) -> tuple[int, int]:
+    """Rows and columns of a tensor of any shape."""
+    rows = shape[0] if shape else 1
+    return rows, math.prod(shape[1:])
+
+
+def as_slice(tensor: Tensor) -> Slice:
+    """All of a tensor, as rows and columns; shares its storage."""
+    rows, columns = as_rows(tensor.shape)
+    return Slice(tensor.detach().view(rows, columns), range(rows), range(columns))
+
+
 def whole_digest(name: str, value: Tensor) -> int:
     """Of a tensor that travels whole."""
-    flat = value.detach().reshape(1, -1)
-    return digest_of(flat, name_key(name), range(1), range(flat.shape[1]), flat.shape[1])
+    rows, columns = as_rows(value.shape)
+    return digest_of(value.detach().reshape(rows, columns), name_key(name), range(rows), range(columns), columns)
 
 
 def slices_of(model: nn.Module) -> dict[str, list[Slice]]:
@@ -217,3 +254,10 @@ def slices_of(model: nn.Module) -> dict[str, list[Slice]]:
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     """Every parameter by name; a tied one under all its names."""
     return {stable_name(name): each.detach() for name, each in model.named_parameters(remove_duplicate=False)}
+
+
+def replica_of(layout: Layout, model: nn.Module, changed: Callable[[], None] = lambda: None) -> Replica:
+    """A replica on the weights of a Hugging Face model."""
+    tensors = tensors_of(model)
+    whole = {name: [as_slice(each)] for name, each in tensors.items()}
+    return Replica(layout, slices_of(model), whole, changed, frozen=tensors)

@@ -6,14 +6,18 @@ still does not come to the trainer's digest is given up, loudly. Nothing waits w
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
+from logra.parallel.processes import Processes
 from logra.sync.layout import Layout
 from logra.sync.replica import Answer
 
 FULL_TRIES = 3
+
+T, R = TypeVar("T"), TypeVar("R")
 
 
 class Link(Protocol):
@@ -55,8 +59,16 @@ class Source(Protocol):
     layout: Layout
     version: int
 
-    def message(self) -> tuple[bytes, int]:
-        """Of the latest update, with the digest that must come of it."""
+    def message(self) -> tuple[bytes, int] | None:
+        """Of the latest update, with the digest that must come of it; None if no weight changed."""
+        ...
+
+    def forced(self) -> bytes:
+        """A message that changes every weight, to see that it arrives."""
+        ...
+
+    def patch_bytes(self) -> int:
+        """Of a lossless sparse patch of what changed since the last call, estimated."""
         ...
 
     def digest(self) -> int:
@@ -72,13 +84,22 @@ class SyncLost(RuntimeError):
     """A replica could not be brought to the trainer's weights."""
 
 
+@dataclass(frozen=True)
+class Pending:
+    """A message on its way: what a replica has after it."""
+
+    version: int
+    data: bytes
+    digest: int
+
+
 @dataclass
 class SyncReport:
     """What a sync was.
 
     Attributes:
         version: all replicas have it now.
-        bytes: sent to each replica in the message.
+        bytes: sent to each replica in the message; 0 if no weight changed.
         full: replicas that got the full state, with the reason.
         full_bytes: sent for that.
         seconds: from the first byte to the last answer.
@@ -94,15 +115,27 @@ class SyncReport:
 class Sender:
     """Keeps replicas equal to a source.
 
+    Where several processes hold the weights, all of them call `anchor`, `sync`, `take` and `give_full`; the first one
+    alone has links and talks to them.
+
     Args:
-        source: of the weights, in one process.
+        source: of the weights.
         links: to the replicas.
         seconds: to wait for an answer.
         full_every: versions after which everybody gets the full state anyway; 0: never.
+        processes: that hold the weights.
     """
 
-    def __init__(self, source: Source, links: Sequence[Link], seconds: float = 60.0, full_every: int = 0) -> None:
+    def __init__(
+        self,
+        source: Source,
+        links: Sequence[Link],
+        seconds: float = 60.0,
+        full_every: int = 0,
+        processes: Processes | None = None,
+    ) -> None:
         self.source, self.links, self.seconds, self.full_every = source, list(links), seconds, full_every
+        self.processes = processes or Processes()
 
     def anchor(self, why: str = "start") -> SyncReport:
         """Give every replica the full state: at start, on resume.
@@ -111,9 +144,7 @@ class Sender:
             SyncLost: a replica does not come to the trainer's digest.
         """
         start, report = time.perf_counter(), SyncReport(self.source.version)
-        digest = self.source.digest()
-        for link in self.links:
-            self._full(link, digest, why, report)
+        self._bring(dict.fromkeys(range(len(self.links)), why), report)
         report.seconds = time.perf_counter() - start
         return report
 
@@ -123,48 +154,100 @@ class Sender:
         Raises:
             SyncLost: a replica does not come to the trainer's digest.
         """
-        data, digest = self.source.message()
-        start, report = time.perf_counter(), SyncReport(self.source.version, len(data))
-        due = self.full_every > 0 and self.source.version % self.full_every == 0
-        for link in self.links:
-            why = "due" if due else self._trouble(link, data, digest)
-            if why is not None:
-                self._full(link, digest, why, report)
+        pending = self.take()
+        start, report = time.perf_counter(), SyncReport(self.source.version)
+        if pending is None:
+            return report
+        report.bytes = len(pending.data)
+        due = self.is_due()
+        answers = every(self.links, lambda link: "due" if due else self.deliver(link, pending))
+        self._bring({place: why for place, why in enumerate(answers) if why is not None}, report)
         report.seconds = time.perf_counter() - start
         return report
 
-    def _trouble(self, link: Link, data: bytes, digest: int) -> str | None:
-        """Send a message; what is wrong with the answer, or None."""
-        try:
-            answer = Answer.from_bytes(link.ask(data, self.seconds))
-        except TimeoutError:
-            return f"no answer within {self.seconds:g} s"
-        except (OSError, ValueError) as error:
-            return f"no answer ({error or type(error).__name__})"
-        if (answer.version, answer.digest) == (self.source.version, digest):
-            return None  # taken now, or a repeated message that had been taken already
-        return answer.refusal or f"its weights differ at version {answer.version}"
+    def take(self) -> Pending | None:
+        """The message of the latest update, in every process; None if no weight changed."""
+        found = self.source.message()
+        return None if found is None else Pending(self.source.version, *found)
 
-    def _full(self, link: Link, digest: int, why: str, report: SyncReport) -> None:
-        report.full[link.name] = why
-        trouble = why
+    def is_due(self) -> bool:
+        """Whether everybody gets the full state now."""
+        return self.full_every > 0 and self.source.version % self.full_every == 0
+
+    def deliver(self, link: Link, pending: Pending) -> str | None:
+        """Send a message; what is wrong with the answer, or None. From any thread; it does not look at weights."""
+        try:
+            answer = Answer.from_bytes(link.ask(pending.data, self.seconds))
+        except (OSError, ValueError, TypeError) as error:
+            return self._no_answer(error)
+        return _wrong(answer, pending.version, pending.digest)
+
+    def give_full(self, places: Sequence[int], report: SyncReport) -> dict[int, str]:
+        """Give some links the full state, once, side by side; what went wrong with those that did not come right.
+
+        Args:
+            places: of the links, the same in every process.
+            report: gets the bytes.
+        """
+        links = [self.links[place] for place in places] if self.processes.first else []
+        layout, digest, version = self.source.layout.to_json(), self.source.digest(), self.source.version
+        troubles = every(links, lambda link: self._asked(lambda: link.open(layout, self.seconds)))
+        answers: list[Answer] = [Answer(None, None)] * len(links)
+
+        def send(place: int, piece: bytes) -> str | None:
+            report.full_bytes += len(piece)
+            answers[place] = Answer.from_bytes(links[place].ask(piece, self.seconds))
+            return answers[place].refusal
+
+        for piece in self.source.pieces():
+            well = [place for place, trouble in enumerate(troubles) if trouble is None]
+            found = every(well, lambda place: self._asked(lambda: send(place, piece)))
+            for place, trouble in zip(well, found, strict=True):
+                troubles[place] = trouble
+        wrong = [
+            trouble or _wrong(answer, version, digest) for trouble, answer in zip(troubles, answers, strict=True)
+        ]
+        return {place: why for place, why in zip(places, wrong, strict=False) if why is not None}
+
+    def _bring(self, why: Mapping[int, str], report: SyncReport) -> None:
+        """To the present weights, by full states."""
+        why = self.processes.told(dict(why))
+        names = self.processes.told([link.name for link in self.links])
+        report.full |= {names[place]: reason for place, reason in why.items()}
+        left: Mapping[int, str] = why
         for _ in range(FULL_TRIES):
-            try:
-                link.open(self.source.layout.to_json(), self.seconds)
-                answer = Answer(None, None)
-                for piece in self.source.pieces():
-                    report.full_bytes += len(piece)
-                    answer = Answer.from_bytes(link.ask(piece, self.seconds))
-                    if answer.refusal is not None:
-                        break
-                if (answer.version, answer.digest) == (self.source.version, digest):
-                    return
-                trouble = answer.refusal or f"its weights differ at version {answer.version}"
-            except TimeoutError:
-                trouble = f"no answer within {self.seconds:g} s"
-            except (OSError, ValueError) as error:
-                trouble = f"no answer ({error or type(error).__name__})"
-        raise SyncLost(
-            f"replica {link.name} does not come to version {self.source.version} after {FULL_TRIES} full states "
-            f"(first: {why}; last: {trouble}). Restart it, or leave it out; the trainer's weights are as they were."
-        )
+            if not left:
+                return
+            left = self.processes.told(self.give_full(sorted(left), report))
+        if left:
+            place, trouble = next(iter(left.items()))
+            raise SyncLost(
+                f"replica {names[place]} does not come to version {self.source.version} after {FULL_TRIES} full states "
+                f"(first: {why[place]}; last: {trouble}). Restart it, or leave it out; the trainer's weights are as "
+                f"they were."
+            )
+
+    def _asked(self, work: Callable[[], str | None]) -> str | None:
+        try:
+            return work()
+        except (OSError, ValueError, TypeError) as error:
+            return self._no_answer(error)
+
+    def _no_answer(self, error: Exception) -> str:
+        if isinstance(error, TimeoutError):
+            return f"no answer within {self.seconds:g} s"
+        return f"no answer ({error or type(error).__name__})"
+
+
+def every(items: Sequence[T], work: Callable[[T], R]) -> list[R]:
+    """`work` of each, side by side."""
+    if len(items) < 2:
+        return [work(each) for each in items]
+    with ThreadPoolExecutor(len(items)) as threads:
+        return list(threads.map(work, items))
+
+
+def _wrong(answer: Answer, version: int, digest: int) -> str | None:
+    if (answer.version, answer.digest) == (version, digest):
+        return None  # taken now, or a repeated message that had been taken already
+    return answer.refusal or f"its weights differ at version {answer.version}"

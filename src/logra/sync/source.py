@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The trainer's side of a message: what each merge was, and the digest that a replica must come to."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from logra.sketch.targets import stable_name
 from logra.sync.full import full_pieces
 from logra.sync.layout import DTYPES, Layout, WeightLayout, WholeLayout
 from logra.sync.message import Factors, SyncMessage, encode
-from logra.sync.replica import whole_digest
+from logra.sync.replica import as_rows, whole_digest
+from logra.sync.sparse_patch import PatchSample
 
 
 class FactorSource:
@@ -56,6 +57,7 @@ class FactorSource:
         self._of = {each.name: each for each in self.layout.weights}
         self._steps: dict[str, Factors] = {}
         self._digest, self._update = 0, 0
+        self._patch = PatchSample({each.name: len(each.rows.mine) for each in optimizer.sketches}, self._computing)
         optimizer.watcher = self
 
     def _layout(self) -> Layout:
@@ -94,12 +96,17 @@ class FactorSource:
             self._digest += self._digest_at_rest(layer)
             return
         integers, scales = layer.rows.whole(step.factors), layer.rows.whole(step.scales)
-        self._steps[layer.name] = Factors(integers.cpu(), scales.cpu(), step.decay_factor)
+        if step.decay_factor != 1 or bool(scales.any()):
+            self._steps[layer.name] = Factors(integers.cpu(), scales.cpu(), step.decay_factor)
 
     # For the sender
 
-    def message(self) -> tuple[bytes, int]:
-        """Of the latest applied update, once: the bytes, and the digest that must come of them."""
+    def message(self) -> tuple[bytes, int] | None:
+        """Of the latest applied update, once: the bytes, and the digest that must come of them; None if no weight
+        changed.
+        """
+        if not self._steps and not self._whole:
+            return None
         others = {name: whole(each) for name, each in self._whole.items()}
         self.version += 1
         data = encode(self.layout, SyncMessage(self.version, self.version - 1, self._update, self._steps, others))
@@ -109,6 +116,22 @@ class FactorSource:
     def digest(self) -> int:
         """Of the weights as they are."""
         return self._everywhere(sum(self._digest_at_rest(layer) for layer in self.optimizer.sketches))
+
+    def forced(self) -> bytes:
+        """A message that changes every selected weight by about a third of its usual size, to see that it arrives."""
+        steps = {}
+        for each in self.layout.weights:
+            draw = torch.Generator().manual_seed(name_key(each.name) >> 1)
+            integers = torch.randint(-100, 101, (each.rows, each.rank), generator=draw)
+            scales = torch.full((each.rows,), 0.01 / (58 * each.rank**0.5))  # 58: rms of the integers
+            steps[each.name] = Factors(integers, scales, 1.0)
+        others = {name: whole(each) for name, each in self._whole.items()}
+        return encode(self.layout, SyncMessage(self.version + 1, self.version, 0, steps, others))
+
+    def patch_bytes(self) -> int:
+        """Of a lossless sparse patch of what changed since the last call, estimated from some rows of each weight."""
+        holders = next(iter(self.optimizer.sketches)).rows.holders
+        return int(holders.summed(torch.tensor([self._patch.since()], dtype=torch.float64)).sum())
 
     def pieces(self) -> Iterator[bytes]:
         """The weights as they are, for a replica that needs all of them."""
@@ -126,11 +149,16 @@ class FactorSource:
         return self._digest_of(layer, rows, self.optimizer.storages[layer.name].read(rows))
 
     def _digest_of(self, layer: LayerSketch, rows: range, block: Block) -> int:
-        values = block.stored
-        if self.layout.computing_dtype(self._of[layer.name]) == torch.bfloat16:
-            values = block.stored.to(torch.bfloat16) if block.compute is None else block.compute
-        place = shifted(rows, layer.rows.mine.start)
-        return digest_of(values, name_key(layer.name), place, range(layer.in_features), layer.in_features)
+        place, columns = shifted(rows, layer.rows.mine.start), range(layer.in_features)
+        return digest_of(self._computed(layer, block), name_key(layer.name), place, columns, layer.in_features)
+
+    def _computed(self, layer: LayerSketch, block: Block) -> Tensor:
+        if self.layout.computing_dtype(self._of[layer.name]) != torch.bfloat16:
+            return block.stored
+        return block.stored.to(torch.bfloat16) if block.compute is None else block.compute
+
+    def _computing(self, name: str, rows: range) -> Tensor:
+        return self._computed(self.optimizer.sketches.layers[name], self.optimizer.storages[name].read(rows))
 
     def _everywhere(self, here: int) -> int:
         """With the rows of other processes, and the tensors that travel whole."""
@@ -152,20 +180,48 @@ class WholeSource:
     Args:
         tensors: by name, as they are; called for each message (adapters merged, for example).
         compute: "bf16" or "fp32".
+        changing: names of those that ever change; default: all.
     """
 
-    def __init__(self, tensors: Any, compute: str) -> None:
+    def __init__(self, tensors: Any, compute: str, changing: Collection[str] | None = None) -> None:
         self._tensors, self.version = tensors, 0
-        found = {name: each for name, each in tensors().items() if each.is_floating_point()}
-        layouts = tuple(WholeLayout(name, compute, tuple(each.shape)) for name, each in found.items())
-        self.layout = Layout(0, "rademacher", 8, compute, (), layouts)
+        dtype, layouts, frozen = DTYPES[compute], list[WholeLayout](), list[tuple[str, int]]()
+        for name, each in tensors().items():
+            if not each.is_floating_point():
+                continue
+            if changing is None or name in changing:
+                layouts.append(WholeLayout(name, compute, tuple(each.shape)))
+            else:
+                frozen.append((name, whole_digest(name, whole(each, dtype))))
+        self.layout = Layout(0, "rademacher", 8, compute, (), tuple(layouts), tuple(frozen))
+        self._latest = self._present()  # until its patch is measured
+        self._sent = self._digest_of(self._latest)
+        self._patch = PatchSample({each.name: as_rows(each.shape)[0] for each in layouts}, self._rows)
+        self._latest = {}
 
-    def message(self) -> tuple[bytes, int]:
-        """Of the weights after an update."""
+    def message(self) -> tuple[bytes, int] | None:
+        """Of the weights after an update; None if they are as they were."""
         present = self._present()
-        self.version += 1
+        digest = self._digest_of(present)
+        if digest == self._sent:
+            return None
+        self.version, self._latest, self._sent = self.version + 1, present, digest
         data = encode(self.layout, SyncMessage(self.version, self.version - 1, self.version, {}, present))
-        return data, self._digest_of(present)
+        return data, digest
+
+    def forced(self) -> bytes:
+        """A message that changes every weight by a third, to see that it arrives."""
+        moved = {name: value * 1.33 for name, value in self._present().items()}
+        return encode(self.layout, SyncMessage(self.version + 1, self.version, 0, {}, moved))
+
+    def patch_bytes(self) -> int:
+        """Of a lossless sparse patch of what changed since the last call, estimated from some rows of each weight."""
+        found, self._latest = int(self._patch.since()) if self._latest else 0, {}
+        return found
+
+    def _rows(self, name: str, rows: range) -> Tensor:
+        value = self._latest[name]
+        return value.view(as_rows(value.shape))[rows.start : rows.stop]
 
     def digest(self) -> int:
         """Of the weights as they are."""

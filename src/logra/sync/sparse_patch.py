@@ -6,11 +6,13 @@ Places are written as gaps of 16 bits (a longer one as several), values as they 
 """
 
 import zlib
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 _LONGEST = 0xFFFF
+_SHARE = 64  # one row of so many is looked at
 
 
 def sparse_patch(before: Tensor, after: Tensor) -> bytes:
@@ -47,6 +49,33 @@ def patched(before: Tensor, patch: bytes) -> Tensor:
     places = steps.cumsum(0)[written != 0] - 1
     result.view(-1).view(torch.int16)[places] = values
     return result
+
+
+class PatchSample:
+    """What patches of all weights weigh, estimated from one row of 64 of each, a block from its middle.
+
+    Args:
+        rows: of each weight, by name; those without rows are left out.
+        read: some rows of a weight as it computes now.
+    """
+
+    def __init__(self, rows: Mapping[str, int], read: Callable[[str, range], Tensor]) -> None:
+        self.rows, self.read = {name: count for name, count in rows.items() if count}, read
+        self._before = {name: self._sample(name) for name in self.rows}
+
+    def since(self) -> float:
+        """Bytes of a patch of everything that changed since the last call."""
+        total = 0.0
+        for name, before in self._before.items():
+            self._before[name] = now = self._sample(name)
+            total += len(sparse_patch(before, now)) * self.rows[name] / len(now)
+        return total
+
+    def _sample(self, name: str) -> Tensor:
+        count = self.rows[name]
+        size = -(-count // _SHARE)
+        start = (count - size) // 2
+        return self.read(name, range(start, start + size)).detach().to("cpu", torch.bfloat16, copy=True)
 
 
 def _bytes(tensor: Tensor) -> bytes:
