@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `logra train`, `eval`, `plan`, `report`, `tasks`, `convert`."""
+"""The command line: `logra train`, `eval`, `plan`, `engine`, `report`, `tasks`, `convert`."""
 
 import json
 import os
@@ -12,16 +12,20 @@ from typing import Any, get_type_hints
 from jsonargparse import ArgumentParser, Namespace
 
 from logra.run_settings import TrainSettings, as_plain
+from logra.scale_settings import EngineSettings
 
 MAY_CHANGE = {f"run.{name}" for name in ("folder", "updates", "save_every", "keep", "overwrite", "trackers")}
 MAY_CHANGE |= {
     f"run.{name}" for name in ("samples_logged", "alarm_entropy", "alarm_gap", "stop_after_alarms", "push_to_hub")
 }
 MAY_CHANGE |= {"parallel.shard", "parallel.timeout"}
+MAY_CHANGE |= {f"engines.{each.name}" for each in fields(EngineSettings)}
+MAY_CHANGE |= {"learning.mismatch_band", "learning.mismatch_share"}
 MAY_CHANGE |= {f"evaluation.{name}" for name in ("every", "stop_at", "patience")}
 COMMANDS = {
     "train": "Train a model from rewarded answers.",
     "eval": "Score a model on held-out problems, with the sections model, task, rollout and evaluation.",
+    "engine": "Run one rollout engine, which trainers reach over a socket (sections model, rollout and engines).",
     "plan": "Say how much memory a run needs, by cause and method, from the model's configuration alone.",
 }
 
@@ -42,6 +46,10 @@ def make_parser() -> ArgumentParser:
             command.add_argument("--processes", type=int, default=1, help="Run in so many processes on this machine.")
         if name == "plan":
             _add_plan_arguments(command)
+        if name == "engine":
+            command.add_argument("--listen", default="127.0.0.1:8200", help="HOST:PORT; port 0 takes a free one.")
+            command.add_argument("--announce", help="File that gets HOST:PORT once the engine listens.")
+            command.add_argument("--with-parent", action="store_true", help="End when the starting process does.")
         commands.add_subcommand(name, command, help=what)
     tasks = ArgumentParser(description="Show each generated task with an example: prompt, answer, and what scores.")
     commands.add_subcommand("tasks", tasks, help="show the generated tasks")
@@ -173,6 +181,13 @@ def _plan(built: Namespace) -> int:
     return plan(settings, built.gpus, built.gpu_memory, built.prompt_tokens, built.json)
 
 
+def _engine(built: Namespace) -> int:
+    settings = _settings(built)
+    from logra.engines.serve_command import serve_engine
+
+    return serve_engine(settings, built.listen, built.announce, built.with_parent)
+
+
 def _report(built: Namespace) -> int:
     from logra.report.page import write_report
     from logra.report.runs import read_run
@@ -205,4 +220,12 @@ def _tasks(_: Namespace) -> int:
     return 0
 
 
-RUN = {"train": _train, "eval": _eval, "plan": _plan, "tasks": _tasks, "report": _report, "convert": _convert}
+RUN = {
+    "train": _train,
+    "eval": _eval,
+    "plan": _plan,
+    "engine": _engine,
+    "tasks": _tasks,
+    "report": _report,
+    "convert": _convert,
+}

@@ -4,6 +4,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -106,6 +107,14 @@ class Collector:
         missing = rollout.prompts - len(with_signal)
         chosen = with_signal + without[len(without) - missing :]
         return self._batch(sorted(chosen, key=lambda group: group.samples[0].group_id), with_signal + without)
+
+    def state(self) -> dict[str, Any]:
+        """Of the problems, plain numbers."""
+        return self.mixture.state()
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from `state`."""
+        self.mixture.load(state)
 
     def _draw(self, update: int, count: int, first: int, phases: Phases) -> list[Group]:
         """`count` new groups, numbered from `first`."""

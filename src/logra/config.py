@@ -30,6 +30,20 @@ def check_allowed(name: str, value: Any, allowed: tuple[Any, ...] | None) -> Non
         raise ValueError(f"{name} is {value!r}; it must be one of {list(allowed)}.{hint}")
 
 
+def check_section(section: Any) -> None:
+    """Compare each field with the allowed values and the least value that it carries.
+
+    Raises:
+        ValueError: names field, value and what is allowed.
+    """
+    for spec in fields(section):
+        value = getattr(section, spec.name)
+        check_allowed(spec.name, value, spec.metadata.get("allowed"))
+        least = spec.metadata.get("least")
+        if least is not None and value is not None and value < least:
+            raise ValueError(f"{spec.name} is {value!r}; it must be at least {least}")
+
+
 def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 

@@ -61,7 +61,11 @@ class Tally:
         gaps, finished = torch.cat(self.gaps), torch.cat(self.finished)
         return float(gaps[finished].mean()) if finished.any() else None
 
-    def metrics(self) -> dict[str, Any]:
+    def outside(self, band: float) -> float | None:
+        """Share of the tokens whose gap is larger than `band` nats; None where no token was trained on."""
+        return float((torch.cat(self.gaps).abs() > band).double().mean()) if self.gaps else None
+
+    def metrics(self, band: float) -> dict[str, Any]:
         """Means, in nats; None where no token was trained on."""
         gaps = torch.cat(self.gaps) if self.gaps else torch.zeros(0)
         known = len(gaps) > 0
@@ -71,6 +75,8 @@ class Tally:
             "logprob_gap": float(gaps.mean()) if known else None,
             "logprob_gap_absolute": float(gaps.abs().mean()) if known else None,
             "logprob_gap_p95": float(gaps.abs().sort().values[int(0.95 * (len(gaps) - 1))]) if known else None,
+            "logprob_gap_max": float(gaps.abs().max()) if known else None,
+            "logprob_gap_outside": self.outside(band),
         }
 
 
@@ -86,6 +92,7 @@ class Learner:
 
     Attributes:
         before_step: called before weights change.
+        after_step: called after each change.
     """
 
     def __init__(
@@ -100,6 +107,7 @@ class Learner:
         self.processes = processes or Processes()
         self.baseline = RunningBaseline()
         self.before_step: Callable[[], None] = lambda: None
+        self.after_step: Callable[[], None] = lambda: None
         several = settings.rollout.samples > 1 and settings.learning.share_prompts
         self.shares_prompts = several and policy.causal.can_share()
         self.controlled: ControlledStep | None = None
@@ -124,9 +132,18 @@ class Learner:
                 self._set_step_size(update)
                 trained = self._backward(batch, part, advantages, old)
                 tally = tally.joined(trained.everywhere(self.processes)) if turn == 0 else tally
-                if part:
-                    reports.append(self._step(batch, part, update, tally, measured))
-        metrics = {"samples_trained": len(rows)} | tally.metrics() | measured
+                if not part:
+                    continue
+                if self._mismatched(tally):
+                    reports.append(self.rule.skip())
+                    measured["mismatched"] = True
+                    break
+                reports.append(self._step(batch, part, update, tally, measured))
+                if reports[-1].applied:
+                    self.after_step()
+            if "mismatched" in measured:
+                break
+        metrics = {"samples_trained": len(rows)} | tally.metrics(learning.mismatch_band) | measured
         if self.reference is not None:
             metrics["reference_kl"] = tally.reference_kl / max(1, tally.tokens)
         metrics["steps"] = sum(report.applied for report in reports)
@@ -136,6 +153,13 @@ class Learner:
             metrics |= {"grad_norm": last.grad_norm, "realised_stored": last.realised_stored}
             metrics["realised_compute"] = last.realised_compute
         return metrics
+
+    def _mismatched(self, tally: Tally) -> bool:
+        """Whether the engine drew from another policy than is trained, so that nothing should be learned from it."""
+        if self.settings.rollout.replay is not None:
+            return False
+        share = tally.outside(self.settings.learning.mismatch_band)
+        return share is not None and share > self.settings.learning.mismatch_share
 
     def _step(self, batch: Batch, rows: list[int], update: int, tally: Tally, measured: dict[str, Any]) -> StepReport:
         """One step of the rule, under the KL budget if there is one; `measured` gets the latest step's KL metrics."""

@@ -2,11 +2,13 @@
 """The line of an update, and what every number in metrics.jsonl means."""
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from logra.collect import Batch
 from logra.phases import Phases
 from logra.problems import Mixture
+from logra.rl.batch import Sample
 from logra.tasks.verdict import OUTCOMES
 
 METRICS: dict[str, tuple[str, str]] = {
@@ -31,6 +33,8 @@ METRICS: dict[str, tuple[str, str]] = {
     "logprob_gap": ("nats", "rollout minus trainer log-probability, mean over trained tokens"),
     "logprob_gap_absolute": ("nats", "its mean size"),
     "logprob_gap_p95": ("nats", "the 95th percentile of its size"),
+    "logprob_gap_max": ("nats", "the largest"),
+    "logprob_gap_outside": ("share", "of trained tokens whose gap is larger than learning.mismatch_band"),
     "reference_kl": ("nats", "KL divergence from the model at start, estimated (learning.reference_kl)"),
     "kl_budget": ("nats", "what a step may cost by the schedule (method.kl)"),
     "kl_budget_effective": ("nats", "less the mismatch, at least half"),
@@ -49,13 +53,27 @@ METRICS: dict[str, tuple[str, str]] = {
     "steps_skipped": ("count", "steps left out: not finite, or beyond the KL budget"),
     "realised_stored": ("share", "of the step that arrived in the stored weights (logra)"),
     "realised_compute": ("share", "of the step that arrived in the weights that bf16 computes with (logra)"),
+    "lag": ("updates", "by which the weights that drew the batch were older than those it trains: mean, max"),
+    "sync": (
+        "bytes, s",
+        "since the last line: message_bytes sent to each engine, beside weights_bytes (all that may change, in bf16) "
+        "and patch_bytes (a lossless sparse patch, estimated from 1/64 of the rows); full_states given and their "
+        "bytes; merge_seconds of the slowest engine",
+    ),
+    "engines": ("count, share", "live; utilisation, the share of the time that they drew; queue, parts that wait"),
     "levels": ("number", "level of each task with a curriculum, from 0"),
-    "seconds": ("s", "by phase: rollout, reward, learning, evaluation"),
+    "seconds": ("s", "by phase: rollout, reward, learning, evaluation; with engines sync, and waiting if asynchronous"),
     "memory": ("bytes", "by phase: peak_bytes and average_bytes; of the GPU, or resident memory on a CPU"),
     "tokens_per_second": ("1/s", "completion tokens in rollout, trained tokens in learning"),
     "alarms": ("names", "what looks wrong; see docs/training.md"),
     "evaluation": ("share", "pass@1, unbiased pass@k, majority, greedy, and pass@1 of each task (by_task)"),
 }
+
+
+def lags(samples: Sequence[Sample], update: int) -> dict[str, Any]:
+    """By how many updates the weights that drew a batch were older than those it trains."""
+    found = [update - 1 - each.policy_update for each in samples if each.policy_update is not None]
+    return {"lag": {"mean": sum(found) / len(found), "max": max(found)}} if found else {}
 
 
 def update_line(update: int, batch: Batch, learned: dict[str, Any], phases: Phases, mixture: Mixture) -> dict[str, Any]:

@@ -98,7 +98,7 @@ def load_policy(settings: ModelSettings, device: str | None = None) -> Policy:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     device = device or chosen_device(settings)
-    place = str(TINY) if settings.name == "tiny" else settings.name
+    place = path_of(settings)
     common: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code}
     try:
         tokenizer = AutoTokenizer.from_pretrained(place, **common)
@@ -117,7 +117,7 @@ def load_policy(settings: ModelSettings, device: str | None = None) -> Policy:
     prepare(model.to(device), settings)
     causal = CausalModel(model)
     causal.check()
-    end_ids = _end_ids(model, tokenizer)
+    end_ids = _end_ids(type(model).__name__, getattr(model, "generation_config", None), model.config, tokenizer)
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(end_ids)
     return Policy(model, tokenizer, causal, end_ids, int(pad_id), device)
 
@@ -140,14 +140,37 @@ def _switch_dropout_off(model: Any) -> None:
             module.attention_dropout = 0.0
 
 
-def _end_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """All ids that end a completion, from generation settings and tokenizer."""
+def tokenizer_of(settings: ModelSettings) -> tuple[Any, frozenset[int]]:
+    """The tokenizer, and every id that ends a completion, without the model.
+
+    Raises:
+        ValueError: they are not there.
+    """
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+    place, common = path_of(settings), {"trust_remote_code": settings.trust_remote_code}
+    try:
+        tokenizer, config = AutoTokenizer.from_pretrained(place, **common), AutoConfig.from_pretrained(place, **common)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model {settings.name!r} could not be loaded: {str(error).splitlines()[0]}") from error
+    try:
+        generation = GenerationConfig.from_pretrained(place)
+    except OSError:
+        generation = None
+    return tokenizer, _end_ids(settings.name, generation, config, tokenizer)
+
+
+def path_of(settings: ModelSettings) -> str:
+    """Where the model is: a name or a folder."""
+    return str(TINY) if settings.name == "tiny" else settings.name
+
+
+def _end_ids(what: str, *sources: Any) -> frozenset[int]:
+    """All ids that end a completion, from generation settings, configuration and tokenizer."""
     found: set[int] = set()
-    for source in (getattr(model, "generation_config", None), model.config, tokenizer):
+    for source in sources:
         value = getattr(source, "eos_token_id", None)
         found |= set(value) if isinstance(value, Sequence) else {value} if value is not None else set()
     if not found:
-        raise ValueError(
-            f"{type(model).__name__} and its tokenizer name no end-of-sequence id; set eos_token in the tokenizer"
-        )
+        raise ValueError(f"{what} and its tokenizer name no end-of-sequence id; set eos_token in the tokenizer")
     return frozenset(int(index) for index in found)

@@ -10,23 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from logra.config import KlSettings, LograSettings, check_allowed, setting
+from logra.config import KlSettings, LograSettings, check_allowed, check_section, setting
+from logra.scale_settings import EngineSettings, ParallelSettings
 
 METHODS = ("logra", "adamw", "lora", "sgd")
-
-
-def check_section(section: Any) -> None:
-    """Compare each field with the allowed values and the least value that it carries.
-
-    Raises:
-        ValueError: names field, value and what is allowed.
-    """
-    for spec in fields(section):
-        value = getattr(section, spec.name)
-        check_allowed(spec.name, value, spec.metadata.get("allowed"))
-        least = spec.metadata.get("least")
-        if least is not None and value is not None and value < least:
-            raise ValueError(f"{spec.name} is {value!r}; it must be at least {least}")
 
 
 @dataclass(frozen=True)
@@ -161,6 +148,12 @@ class LearningSettings:
         0, "Last tokens before the limit over which the shaped score falls (DAPO: 4096 of 20480); 0: none.", least=0
     )
     overlong_penalty: float = setting(1.0, "How far it falls at the limit.", least=0.0)
+    mismatch_band: float = setting(
+        0.5, "Nats by which rollout and trainer log-probability of a token may differ.", least=0.0
+    )
+    mismatch_share: float = setting(
+        0.2, "Share of tokens beyond that band at which the run ends, the batch unused.", least=0.0
+    )
     reference_kl: float = setting(
         0.0, "Weight of the KL divergence from the model as it was at start; above 0 a copy of it is kept.", least=0.0
     )
@@ -280,21 +273,6 @@ class RunSettings:
 
 
 @dataclass(frozen=True)
-class ParallelSettings:
-    """Several processes, started by `logra train --processes N` or torchrun."""
-
-    shard: int = setting(
-        0, "Processes among which weights are divided, each such group a replica of the others; 0: all.", least=0
-    )
-    timeout: float = setting(
-        1800.0, "Seconds that one process waits for another before the run ends and names it.", least=1.0
-    )
-
-    def __post_init__(self) -> None:
-        check_section(self)
-
-
-@dataclass(frozen=True)
 class TrainSettings:
     """All sections of `logra train`."""
 
@@ -306,8 +284,10 @@ class TrainSettings:
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     run: RunSettings = field(default_factory=RunSettings)
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
+    engines: EngineSettings = field(default_factory=EngineSettings)
 
     def __post_init__(self) -> None:
+        self._check_engines()
         tasks = self.task.names | self.evaluation.names
         for field_name in ("sources", "knobs", "levels"):
             unused = sorted(set(getattr(self.task, field_name)) - set(tasks))
@@ -331,6 +311,24 @@ class TrainSettings:
             raise ValueError(
                 f"minibatches is {self.learning.minibatches}, more than the {self.rollout.prompts} prompts of an update"
             )
+
+    def _check_engines(self) -> None:
+        """Refuse what engines of their own cannot do."""
+        if self.engines.kind == "inside":
+            return
+        method = self.method
+        if method.name == "logra" and method.logra.dithered_copy:
+            raise ValueError(
+                "method.logra.dithered_copy computes with weights that no engine has; use storage 'split', or "
+                "engines.kind 'inside'"
+            )
+        if method.name == "logra" and method.logra.storage in ("split", "bf16") and self.model.compute == "fp32":
+            raise ValueError(
+                f"method.logra.storage is {method.logra.storage!r}, which computes in bf16, but model.compute is "
+                f"'fp32'; engines have one dtype: use storage fp32, or model.compute bf16"
+            )
+        if self.engines.max_lag and self.rollout.replay is not None:
+            raise ValueError("engines.max_lag is for batches that are drawn, but rollout.replay draws none")
 
 
 def as_plain(settings: Any) -> Any:

@@ -16,6 +16,8 @@ import torch
 
 from logra.checkpoint import compute_weights, model_card, write_model
 from logra.divide import RolloutCopy, divide
+from logra.engines.build import make_pool
+from logra.engines.pool import EnginePool
 from logra.evaluator import Evaluator, ScoredSample
 from logra.export_divided import export_divided
 from logra.hub import check_hub, push
@@ -30,10 +32,11 @@ from logra.progress import make_progress
 from logra.rl.logprobs import CausalModel
 from logra.rollout.divided_engine import DividedEngine
 from logra.rollout.engine import RolloutEngine
-from logra.rollout.recorded import RecordingEngine, ReplayEngine
+from logra.rollout.recorded import recorded
 from logra.rollout.transformers_engine import TransformersEngine
 from logra.run_folder import STATE, FollowedFolder, RunFolder
 from logra.run_settings import ModelSettings, TrainSettings
+from logra.sync.sender import SyncLost
 from logra.tracking import Trackers
 from logra.trainer import Trainer
 from logra.trainer_state import inexact_weights, load_state, restore, save_state
@@ -50,12 +53,14 @@ class Parts:
         adapted: peft's wrapper of the model, for method lora.
         rule: changes the weights.
         trainer: does the updates.
+        pool: of engines in other processes, or None.
     """
 
     policy: Policy
     adapted: Any
     rule: UpdateRule
     trainer: Trainer
+    pool: EnginePool | None = None
 
     def write(self, folder: Path, run: TrainingRun | None, with_state: bool = False) -> None:
         """The policy as it is, as an ordinary Hugging Face folder; `with_state` adds what a run goes on from.
@@ -112,9 +117,10 @@ def assemble(
         if processes.count > 1 and any(layer.module is policy.causal.head for layer in rule.optimizer.sketches):
             raise ValueError("targets name the output layer, which several processes cannot sketch; leave it out")
         rule.optimizer.set_gradient_divide_factor(1.0)  # the loss is divided by the counts of all processes
-    engine = make_engine(settings, policy, copied, processes)
-    trainer = Trainer(settings, policy, engine, rule, reference, mixture, processes)
-    return Parts(policy, adapted, rule, trainer)
+    pool = make_pool(settings, policy, rule, processes)
+    engine = make_engine(settings, policy, copied, processes, pool)
+    trainer = Trainer(settings, policy, engine, rule, reference, mixture, processes, pool)
+    return Parts(policy, adapted, rule, trainer, pool)
 
 
 def _in_parts(
@@ -125,7 +131,8 @@ def _in_parts(
     with processes.taking_turns():
         policy = load_policy(place, "cpu")
         adapted = add_adapters(policy.model, settings.method) if settings.method.name == "lora" else None
-        copied = RolloutCopy(policy.model, compute, chosen_device(settings.model))
+        inside = settings.engines.kind == "inside"
+        copied = RolloutCopy(policy.model, compute, chosen_device(settings.model)) if inside else None
         divide(policy.causal, processes, compute)
     return replace(policy, device=chosen_device(settings.model)), adapted, copied
 
@@ -135,18 +142,19 @@ def make_engine(
     policy: Policy,
     copied: RolloutCopy | None = None,
     processes: Processes | None = None,
+    pool: EnginePool | None = None,
 ) -> RolloutEngine:
-    """Rollout in this process, on the policy's own weights or, where those are divided, on a copy."""
+    """Rollout in this process, on the policy's own weights or, where those are divided, on a copy; or by a pool."""
+    processes = processes or Processes()
+    if pool is not None:
+        return recorded(pool, settings, processes)
     dtype = torch.bfloat16 if chosen_compute(settings.model) == "bf16" else torch.float32
     ends, rollout = (policy.end_ids, policy.pad_id), settings.rollout
     causal = policy.causal if copied is None else CausalModel(copied.model)
     engine: RolloutEngine = TransformersEngine(causal, policy.tokenizer, *ends, dtype, rollout.max_rows)
-    if copied is not None and processes is not None:
+    if copied is not None:
         engine = DividedEngine(engine, copied, processes)
-    if rollout.replay is not None:
-        return ReplayEngine(engine, Path(rollout.replay))
-    records = rollout.record and (processes is None or processes.first)
-    return RecordingEngine(engine, Path(settings.run.folder) / "batches") if records else engine
+    return recorded(engine, settings, processes)
 
 
 def _reference(settings: TrainSettings, processes: Processes) -> CausalModel | None:
@@ -172,6 +180,10 @@ def train(settings: TrainSettings, resume: bool = False) -> int:
             _refuse_in_parts(settings, processes)
             code = _train(processes.told(on_this_machine(settings)), resume, processes)
             leave(processes)
+        except SyncLost as error:
+            saved = "What was saved is intact; go on with `logra train --resume`."
+            sys.stderr.write(f"logra: the engines are lost: {error}\n{saved}\n")
+            code = 1
         except RuntimeError as error:
             if processes.count == 1 or not is_lost(error):
                 raise
@@ -238,6 +250,7 @@ def _train(settings: TrainSettings, resume: bool, processes: Processes) -> int:
     if resume:
         _go_on(folder, checkpoint, parts, run)
     try:
+        parts.trainer.start_engines()
         reason = run()
     except Interrupted as stop:
         progress.close()
@@ -247,6 +260,8 @@ def _train(settings: TrainSettings, resume: bool, processes: Processes) -> int:
     finally:
         progress.close()
         trackers.close()
+        if parts.pool is not None:
+            parts.pool.close()
     with run.interruption.watching():
         run.interruption.defer()  # all updates are done: what is left is to save them
         code = _finish(folder, parts, run, save, reason)
@@ -350,8 +365,15 @@ def _finish(
 def evaluate(settings: TrainSettings) -> int:
     """Score the model on the held-out problems: some right and wrong samples, and the result as JSON."""
     mixture = Mixture(settings)
+    settings = on_this_machine(settings)
     policy = load_policy(settings.model)
-    found = Evaluator(settings, policy, make_engine(settings, policy), mixture)()
+    pool = make_pool(settings, policy, None, Processes())
+    evaluator = Evaluator(settings, policy, make_engine(settings, policy, pool=pool), mixture)
+    with contextlib.ExitStack() as stack:
+        if pool is not None:
+            stack.callback(pool.close)
+            pool.start(0, evaluator.prompts[0].ids)
+        found = evaluator()
     for each in found.right_and_wrong(2):
         sys.stdout.write(_shown(each))
     scores = asdict(found.result) | {"by_task": found.by_task, "greedy": found.greedy}

@@ -5,15 +5,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from logra.collect import Batch, Collector
+from logra.collect_ahead import AheadCollector, AheadEngine
+from logra.engines.pool import EnginePool
 from logra.evaluator import Evaluator
 from logra.learner import Learner
-from logra.metrics import update_line
+from logra.metrics import lags, update_line
 from logra.model import Policy, on_this_machine
 from logra.parallel.processes import Processes
 from logra.phases import Phases
 from logra.problems import Mixture
 from logra.rl.logprobs import CausalModel
 from logra.rollout.engine import RolloutEngine
+from logra.rollout.recorded import recorded
 from logra.run_settings import TrainSettings
 from logra.update_rules import UpdateRule
 
@@ -37,6 +40,7 @@ class Trainer:
         reference: the model at start, if `learning.reference_kl` is above 0.
         mixture: of the same settings, if it has been made already.
         processes: that share the work; all of them call everything here, in the same order.
+        pool: of engines in other processes, which get every update; then `engine` draws with them.
     """
 
     def __init__(
@@ -48,15 +52,31 @@ class Trainer:
         reference: CausalModel | None = None,
         mixture: Mixture | None = None,
         processes: Processes | None = None,
+        pool: EnginePool | None = None,
     ) -> None:
         settings = on_this_machine(settings)
         self.settings, self.policy, self.rule = settings, policy, rule
         self.processes = processes or Processes()
         self.mixture = mixture or Mixture(settings)
         self.evaluate = Evaluator(settings, policy, engine, self.mixture, self.processes)
-        self.collect = Collector(settings, policy, engine, self.mixture, self.processes)
+        self.pool = pool
+        self.collect: Collector | AheadCollector
+        if pool is not None and settings.engines.max_lag:
+            ahead = AheadEngine(pool, settings.engines.max_lag)
+            alone = Collector(settings, policy, recorded(ahead, settings, self.processes), self.mixture)
+            self.collect = AheadCollector(alone, pool, settings.run.updates, self.processes)
+        else:
+            self.collect = Collector(settings, policy, engine, self.mixture, self.processes)
         self.learn = Learner(settings, policy, rule, reference, self.processes)
+        if pool is not None:
+            self.learn.after_step = pool.stepped
         self.update = 0
+
+    def start_engines(self) -> None:
+        """Start engines in other processes, and bring them to the present weights."""
+        if self.pool is not None:
+            self.processes.notes("starting engines")
+            self.pool.start(self.update, self.evaluate.prompts[0].ids)
 
     def train_update(self) -> Update:
         """Draw one batch and learn from it."""
@@ -66,18 +86,24 @@ class Trainer:
         self.processes.notes(f"learning of update {self.update}")
         with phases.phase("learning"):
             learned = self.learn(batch, self.update)
+        if self.pool is not None:
+            self.processes.notes(f"sync after update {self.update}")
+            with phases.phase("sync"):
+                self.pool.publish()
+            learned |= self.pool.metrics() | lags(batch.samples, self.update)
         phases = phases.merged(self.processes.gathered(phases))
         return Update(update_line(self.update, batch, learned, phases, self.mixture), batch)
 
     def state(self) -> dict[str, Any]:
         """Plain numbers from which `load` goes on, weights and optimizer aside."""
         control = None if self.learn.controlled is None else self.learn.controlled.control.state()
-        numbers = {"update": self.update, "mixture": self.mixture.state(), "baseline": self.learn.baseline.value}
+        mixture = self.collect.state()
+        numbers = {"update": self.update, "mixture": mixture, "baseline": self.learn.baseline.value}
         return numbers | {"control": control}
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken."""
         self.update, self.learn.baseline.value = state["update"], state["baseline"]
-        self.mixture.load(state["mixture"])
+        self.collect.load(state["mixture"])
         if self.learn.controlled is not None:
             self.learn.controlled.control.load(state["control"])

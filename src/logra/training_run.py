@@ -72,6 +72,7 @@ class TrainingRun:
         self.interruption = Interruption(trainer.processes)
         self.reached = False  # evaluation.stop_at
         self.saved_update = 0
+        self.mismatch: float | None = None  # share of the tokens of a batch that was not used for it
         trainer.learn.before_step = self.interruption.defer
 
     def __call__(self) -> str | None:
@@ -90,7 +91,7 @@ class TrainingRun:
             raise Interrupted(number)
 
     def _run(self) -> str | None:
-        run, reason = self.settings.run, self._alarm_that_ends()
+        run, reason = self.settings.run, self._alarm_that_ends() or self._mismatch_that_ends()
         while True:
             if self._evaluation_is_due(reason is not None):
                 self.evaluate()
@@ -104,7 +105,7 @@ class TrainingRun:
             if update >= run.updates or reason is not None:
                 return reason
             self.update()
-            reason = self._alarm_that_ends()
+            reason = self._alarm_that_ends() or self._mismatch_that_ends()
 
     def _evaluation_is_due(self, ending: bool) -> bool:
         update, every = self.trainer.update, self.settings.evaluation.every
@@ -130,6 +131,9 @@ class TrainingRun:
         for name in names:
             if self.alarms.in_a_row[name] == 1:
                 self.progress.say(f"update {line['update']}: alarm {name}: {ALARMS[name]}.")
+        for notice in self.trainer.pool.notices() if self.trainer.pool is not None else []:
+            self.progress.say(f"update {line['update']}: {notice}")
+        self.mismatch = line["logprob_gap_outside"] if line.get("mismatched") else None
         self.interruption.allow()
 
     def evaluate(self) -> Evaluation:
@@ -180,6 +184,18 @@ class TrainingRun:
         if name is None:
             return None
         return f"alarm {name} in {self.settings.run.stop_after_alarms} updates in a row (run.stop_after_alarms)"
+
+    def _mismatch_that_ends(self) -> str | None:
+        if self.mismatch is None:
+            return None
+        learning, lag = self.settings.learning, self.settings.engines.max_lag
+        remedy = f"lower engines.max_lag ({lag})" if lag else "use model.compute fp32, or one kernel on both sides"
+        return (
+            f"in {self.mismatch:.0%} of the tokens, rollout and trainer log-probability differ by more than "
+            f"{learning.mismatch_band} nats (learning.mismatch_band; allowed: learning.mismatch_share "
+            f"{learning.mismatch_share}), so the batch was not used: the engine draws from another policy than is "
+            f"trained. If the engine computes as it should, {remedy}, or lower the step size"
+        )
 
     def _score_that_ends(self) -> str | None:
         evaluation, standing = self.settings.evaluation, self.standing

@@ -10,7 +10,7 @@ import torch
 from logra.optim import merge
 from logra.sync import replica as replica_module
 from logra.sync.layout import Layout
-from logra.sync.replica import Answer, Replica, Slice
+from logra.sync.replica import Answer, Replica, Slice, ToldReplica, joined
 from logra.sync.wire import serve
 
 
@@ -39,10 +39,7 @@ class Parts:
             self.replicas[0].held[next(iter(self.replicas[0].held))][0].merge = lambda _: os.kill(  # type: ignore
                 os.getpid(), signal.SIGKILL
             )
-        answers = [each.handle(data) for each in self.replicas]
-        digests = [each.digest for each in answers if each.digest is not None]
-        total = sum(digests) & ((1 << 64) - 1) if len(digests) == len(answers) else None
-        return Answer(answers[0].version, total, answers[0].refusal)
+        return joined([each.handle(data) for each in self.replicas])
 
 
 def main() -> None:
@@ -53,7 +50,8 @@ def main() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     sys.stdout.write(f"{listener.getsockname()[1]}\n")
     sys.stdout.flush()
-    serve(listener, lambda layout: Parts(layout, parts, dtype))  # type: ignore[arg-type, return-value]
+    told = ToldReplica(lambda layout: Parts(layout, parts, dtype))  # type: ignore[arg-type, return-value]
+    serve(listener, lambda data: told(data).to_bytes())
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ Token tensors are flat: the N completion tokens of a micro-batch, sample by samp
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ class Sample:
         rollout_logprobs: log-probability of each drawn id, as the engine that drew it computed it.
         text: the completion decoded, without special tokens, up to a stop string.
         truncated: whether the token limit ended it.
+        policy_update: the update after which the weights that drew it were current; None where they are the trainer's.
     """
 
     sample_id: int
@@ -36,11 +38,18 @@ class Sample:
     rollout_logprobs: tuple[float, ...]
     text: str
     truncated: bool
+    policy_update: int | None = None
 
     @property
     def num_tokens(self) -> int:
         """Prompt and completion together."""
         return len(self.prompt_ids) + len(self.completion_ids)
+
+
+def sample_of(entry: dict[str, Any]) -> Sample:
+    """From plain lists and numbers."""
+    lists = ("prompt_ids", "completion_ids", "rollout_logprobs")
+    return Sample(**(entry | {name: tuple(entry[name]) for name in lists}))
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from logra.rl.batch import Sample
+from logra.parallel.processes import Processes
+from logra.rl.batch import Sample, sample_of
 from logra.rollout.engine import Prompt, RolloutEngine, Sampling
+from logra.run_settings import TrainSettings
 
 
 def batch_file(folder: Path, update: int) -> Path:
@@ -37,6 +39,16 @@ class RecordingEngine:
             temporary.write_text(earlier + "".join(json.dumps(asdict(sample)) + "\n" for sample in samples))
             os.replace(temporary, path)
         return samples
+
+
+def recorded(engine: RolloutEngine, settings: TrainSettings, processes: Processes) -> RolloutEngine:
+    """The engine, with its batches written down or read instead, as the settings say."""
+    rollout = settings.rollout
+    if rollout.replay is not None:
+        return ReplayEngine(engine, Path(rollout.replay))
+    if rollout.record and processes.first:
+        return RecordingEngine(engine, Path(settings.run.folder) / "batches")
+    return engine
 
 
 class ReplayEngine:
@@ -79,7 +91,4 @@ class ReplayEngine:
 
 
 def _sample(line: str) -> Sample:
-    entry = json.loads(line)
-    for name in ("prompt_ids", "completion_ids", "rollout_logprobs"):
-        entry[name] = tuple(entry[name])
-    return Sample(**entry)
+    return sample_of(json.loads(line))

@@ -17,6 +17,7 @@ from logra.rl.batch import Sample
 from logra.rl.logprobs import CausalModel, chosen_logprobs
 from logra.rollout.engine import Prompt, Sampling
 from logra.rollout.sampling import draw, filtered, uniforms
+from logra.rollout.stops import stop_place, text_of
 
 _RETIRE_SHARE = 0.75
 
@@ -157,23 +158,16 @@ class TransformersEngine:
             return True
         if not sampling.stop:
             return False
-        return self._stop_place(self.tokenizer.decode(row.ids, skip_special_tokens=False), sampling) is not None
-
-    def _stop_place(self, text: str, sampling: Sampling) -> int | None:
-        """Where the first stop string begins."""
-        found = [text.find(stop) for stop in sampling.stop]
-        return min((place for place in found if place >= 0), default=None)
+        return stop_place(self.tokenizer.decode(row.ids, skip_special_tokens=False), sampling.stop) is not None
 
     def _sample(self, row: _Row, sampling: Sampling) -> Sample:
         """The ids as they were sampled; the text without special tokens and up to the stop string."""
-        text = self.tokenizer.decode(row.ids, skip_special_tokens=True)
-        text = text[: self._stop_place(text, sampling)]
         return Sample(
             row.sample_id,
             row.prompt.group_id,
             row.prompt.ids,
             tuple(row.ids),
             tuple(row.logprobs),
-            text,
+            text_of(self.tokenizer, row.ids, sampling.stop),
             not row.finished,
         )

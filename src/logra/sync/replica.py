@@ -210,6 +210,31 @@ class Replica:
         return Answer(self.version, self.digest, why)
 
 
+class ToldReplica:
+    """A replica that comes to be when it is told the layout, and anew when it is told again.
+
+    Args:
+        make: a replica of a layout, on this engine's weights.
+    """
+
+    def __init__(self, make: Callable[[Layout], Replica]) -> None:
+        self.make = make
+        self.replica: Replica | None = None
+
+    def __call__(self, data: bytes) -> Answer:
+        """To a layout, or to what the replica takes."""
+        if data[:1] == b"{":
+            self.replica = None
+            try:
+                self.replica = self.make(Layout.from_json(data.decode()))
+            except (ValueError, TypeError, KeyError) as error:
+                return Answer(None, None, f"{type(error).__name__}: {error}")
+            return Answer(None, None)
+        if self.replica is None:
+            return Answer(None, None, "this replica was told of no layout yet")
+        return self.replica.handle(data)
+
+
 def joined(answers: Sequence[Answer]) -> Answer:
     """What tensor-parallel parts say, as one answer: digests add up, and one refusal is a refusal."""
     refusal = next((each.refusal for each in answers if each.refusal is not None), None)

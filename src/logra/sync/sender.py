@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol, TypeVar
 
 from logra.parallel.processes import Processes
@@ -17,7 +18,8 @@ from logra.sync.replica import Answer
 
 FULL_TRIES = 3
 
-T, R = TypeVar("T"), TypeVar("R")
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 class Link(Protocol):
@@ -58,6 +60,11 @@ class Source(Protocol):
 
     layout: Layout
     version: int
+
+    @property
+    def weights_bytes(self) -> int:
+        """Of what changes, in bf16: what a sender of whole weights would send."""
+        ...
 
     def message(self) -> tuple[bytes, int] | None:
         """Of the latest update, with the digest that must come of it; None if no weight changed."""
@@ -194,19 +201,20 @@ class Sender:
         troubles = every(links, lambda link: self._asked(lambda: link.open(layout, self.seconds)))
         answers: list[Answer] = [Answer(None, None)] * len(links)
 
-        def send(place: int, piece: bytes) -> str | None:
+        def send(piece: bytes, place: int) -> str | None:
             report.full_bytes += len(piece)
             answers[place] = Answer.from_bytes(links[place].ask(piece, self.seconds))
             return answers[place].refusal
 
+        def asked(piece: bytes, place: int) -> str | None:
+            return self._asked(partial(send, piece, place))
+
         for piece in self.source.pieces():
             well = [place for place, trouble in enumerate(troubles) if trouble is None]
-            found = every(well, lambda place: self._asked(lambda: send(place, piece)))
+            found = every(well, partial(asked, piece))
             for place, trouble in zip(well, found, strict=True):
                 troubles[place] = trouble
-        wrong = [
-            trouble or _wrong(answer, version, digest) for trouble, answer in zip(troubles, answers, strict=True)
-        ]
+        wrong = [trouble or _wrong(answer, version, digest) for trouble, answer in zip(troubles, answers, strict=True)]
         return {place: why for place, why in zip(places, wrong, strict=False) if why is not None}
 
     def _bring(self, why: Mapping[int, str], report: SyncReport) -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The trainer's side of a message: what each merge was, and the digest that a replica must come to."""
 
+import math
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -76,6 +77,12 @@ class FactorSource:
         others = tuple(WholeLayout(name, self.compute, tuple(each.shape)) for name, each in self._whole.items())
         drawn = (settings.seed, settings.projection, settings.factor_bits, self.compute)
         return Layout(*drawn, weights, others, self._frozen)
+
+    @property
+    def weights_bytes(self) -> int:
+        """Of what changes, in bf16: what a sender of whole weights would send."""
+        selected = sum(2 * each.rows * each.columns for each in self.layout.weights)
+        return selected + sum(2 * math.prod(each.shape) for each in self.layout.whole)
 
     # Called by the optimizer
 
@@ -198,6 +205,11 @@ class WholeSource:
         self._sent = self._digest_of(self._latest)
         self._patch = PatchSample({each.name: as_rows(each.shape)[0] for each in layouts}, self._rows)
         self._latest = {}
+
+    @property
+    def weights_bytes(self) -> int:
+        """Of what changes, in bf16."""
+        return sum(2 * math.prod(each.shape) for each in self.layout.whole)
 
     def message(self) -> tuple[bytes, int] | None:
         """Of the weights after an update; None if they are as they were."""

@@ -5,14 +5,14 @@ A connection on which something did not come in time is closed, so that a late a
 """
 
 import contextlib
+import queue
 import socket
 import struct
 import threading
 import time
 from collections.abc import Callable
 
-from logra.sync.layout import Layout
-from logra.sync.replica import Answer, Replica
+from logra.sync.replica import Answer
 
 _FRAME = struct.Struct("<QQ")
 _CHUNK = 1 << 20
@@ -31,6 +31,15 @@ class SocketLink:
         self.name, self.connect = name, connect
         self._socket: socket.socket | None = None
         self._number = 0
+
+    def reach(self, seconds: float) -> None:
+        """Connect; what is there may have to be started first.
+
+        Raises:
+            OSError: that is not possible in time.
+        """
+        self.close()
+        self._socket = self.connect(seconds)
 
     def open(self, layout: str, seconds: float) -> None:
         """Connect, and tell the layout.
@@ -74,47 +83,37 @@ class SocketLink:
             self._socket = None
 
 
-def serve(listener: socket.socket, make: Callable[[Layout], Replica]) -> None:
-    """Answer trainers, one message at a time, until the process ends; a connection that fell silent hinders no other.
+def serve(listener: socket.socket, answer: Callable[[bytes], bytes]) -> None:
+    """Answer trainers, one message at a time in this thread, until the process ends; a connection that fell silent
+    hinders no other.
 
     Args:
         listener: bound and listening.
-        make: a replica of a layout, on this engine's weights.
+        answer: to each message.
     """
-    served = _Served(make)
+    asked: queue.Queue[tuple[bytes, queue.Queue[bytes]]] = queue.Queue()
+    threading.Thread(target=_accept, args=(listener, asked), daemon=True).start()
+    while True:
+        data, reply = asked.get()
+        reply.put(answer(data))
+
+
+def _accept(listener: socket.socket, asked: "queue.Queue[tuple[bytes, queue.Queue[bytes]]]") -> None:
     while True:
         connection, _ = listener.accept()
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        threading.Thread(target=served.answer_all, args=(connection,), daemon=True).start()
+        threading.Thread(target=_pass_on, args=(connection, asked), daemon=True).start()
 
 
-class _Served:
-    """The replica behind all connections."""
-
-    def __init__(self, make: Callable[[Layout], Replica]) -> None:
-        self.make, self.lock = make, threading.Lock()
-        self.replica: Replica | None = None
-
-    def answer_all(self, connection: socket.socket) -> None:
-        """Until the other side closes."""
-        with connection, contextlib.suppress(OSError):
-            while True:
-                number, data = _received(connection, None)
-                with self.lock:
-                    out = self.answer(data).to_bytes()
-                connection.sendall(_FRAME.pack(number, len(out)) + out)
-
-    def answer(self, data: bytes) -> Answer:
-        """To a layout, or to what the replica takes."""
-        if data[:1] == b"{":
-            try:
-                self.replica = self.make(Layout.from_json(data.decode()))
-            except (ValueError, TypeError, KeyError) as error:
-                return Answer(None, None, f"{type(error).__name__}: {error}")
-            return Answer(None, None)
-        if self.replica is None:
-            return Answer(None, None, "this replica was told of no layout yet")
-        return self.replica.handle(data)
+def _pass_on(connection: socket.socket, asked: "queue.Queue[tuple[bytes, queue.Queue[bytes]]]") -> None:
+    """What comes on one connection, until the other side closes it."""
+    reply: queue.Queue[bytes] = queue.Queue()
+    with connection, contextlib.suppress(OSError):
+        while True:
+            number, data = _received(connection, None)
+            asked.put((data, reply))
+            out = reply.get()
+            connection.sendall(_FRAME.pack(number, len(out)) + out)
 
 
 def _received(connection: socket.socket, deadline: float | None) -> tuple[int, bytes]:
