@@ -44,6 +44,7 @@ def make_parser() -> ArgumentParser:
         if name == "train":
             command.add_argument("--resume", metavar="RUN", help="Go on with the run in this folder.")
             command.add_argument("--processes", type=int, default=1, help="Run in so many processes on this machine.")
+            command.add_argument("--ray", action="store_true", help="Let Ray place trainer processes and engines.")
         if name == "plan":
             _add_plan_arguments(command)
         if name == "engine":
@@ -94,6 +95,8 @@ def main(arguments: list[str] | None = None) -> int:
         parsed = parser.parse_args(_with_settings_of_the_run(_with_model_by_name(given)))
         command = parsed.subcommand
         built = parser.instantiate(parsed)
+        if command == "train" and built[command].ray:
+            return _launched_by_ray(built[command], given)
         if command == "train" and built[command].processes != 1 and "WORLD_SIZE" not in os.environ:
             return _launched(built[command].processes, given)
         return RUN[command](built[command])
@@ -145,6 +148,17 @@ def _launched(count: int, given: list[str]) -> int:
     from logra.parallel.launch import launch
 
     return launch(count, given)
+
+
+def _launched_by_ray(built: Namespace, given: list[str]) -> int:
+    if built.processes < 1:
+        raise ValueError(f"processes is {built.processes}; it must be at least 1")
+    try:
+        from logra.engines.ray_workers import launch_by_ray
+    except ImportError as error:
+        raise ValueError(f"--ray needs Ray, which cannot be imported ({error}); install logra[ray]") from error
+    arguments = [each for each in given if each != "--ray"] + ["--engines.placement", "ray"]
+    return launch_by_ray(built.processes, arguments, _settings(built))
 
 
 def _check_same_run(settings: TrainSettings, saved: Path) -> None:

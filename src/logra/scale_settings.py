@@ -39,6 +39,11 @@ class EngineSettings:
     devices: list[str] = setting(
         [], "GPUs of each engine, such as '4' or '4,5'; none: those behind the trainer's (the paper's four and four)."
     )
+    threads: int = setting(
+        0,
+        "Processor threads of an engine started here, on a machine without GPUs; 0: all, or a share if max_lag is set.",
+        least=0,
+    )
     tensor_parallel: int = setting(1, "GPUs that hold one vLLM engine together.", least=1)
     options: dict[str, Any] = setting({}, "Arguments of vLLM's engine, such as gpu_memory_utilization.")
     max_lag: int = setting(

@@ -16,7 +16,7 @@ import torch
 
 from logra.checkpoint import compute_weights, model_card, write_model
 from logra.divide import RolloutCopy, divide
-from logra.engines.build import make_pool
+from logra.engines.build import make_pool, threads_each
 from logra.engines.pool import EnginePool
 from logra.evaluator import Evaluator, ScoredSample
 from logra.export_divided import export_divided
@@ -118,6 +118,8 @@ def assemble(
             raise ValueError("targets name the output layer, which several processes cannot sketch; leave it out")
         rule.optimizer.set_gradient_divide_factor(1.0)  # the loss is divided by the counts of all processes
     pool = make_pool(settings, policy, rule, processes)
+    if settings.engines.max_lag and policy.device == "cpu":
+        torch.set_num_threads(threads_each(settings.engines))
     engine = make_engine(settings, policy, copied, processes, pool)
     trainer = Trainer(settings, policy, engine, rule, reference, mixture, processes, pool)
     return Parts(policy, adapted, rule, trainer, pool)

@@ -17,6 +17,7 @@ from logra.export_divided import export_weights
 from logra.model import Policy, chosen_device
 from logra.parallel.processes import Processes
 from logra.run_settings import TrainSettings, as_plain
+from logra.scale_settings import EngineSettings
 from logra.sketch.targets import stable_name
 from logra.sync.sender import Source
 from logra.sync.source import FactorSource, WholeSource
@@ -82,11 +83,18 @@ def _engines(settings: TrainSettings, policy: Policy) -> Iterator[tuple[EngineLi
 
 def _local(settings: TrainSettings, number: int) -> Local:
     folder = Path(settings.run.folder) / "engines"
-    environment = {}
     if chosen_device(settings.model) == "cuda":
-        environment["CUDA_VISIBLE_DEVICES"] = devices_of(settings, number)
+        environment = {"CUDA_VISIBLE_DEVICES": devices_of(settings, number)}
+    else:
+        environment = {"OMP_NUM_THREADS": str(settings.engines.threads or threads_each(settings.engines))}
     command = [*engine_command(settings, folder), "--listen", "127.0.0.1:0"]
     return Local(command, folder / f"engine-{number}.log", environment)
+
+
+def threads_each(engines: EngineSettings) -> int:
+    """Processor threads of the trainer and of each engine: all if they take turns, a share each if they do not."""
+    cores = os.cpu_count() or 1
+    return max(1, cores // (1 + engines.count)) if engines.max_lag else cores
 
 
 def engine_command(settings: TrainSettings, folder: Path) -> list[str]:

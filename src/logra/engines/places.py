@@ -77,12 +77,19 @@ class Local:
         command: starts the engine; it writes HOST:PORT to the file behind `--announce`.
         log: gets what it prints; its address goes to a file beside it.
         environment: variables in addition to those here.
+        folder: in which it runs; default: this process's.
     """
 
-    def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        log: Path,
+        environment: Mapping[str, str] | None = None,
+        folder: str | None = None,
+    ) -> None:
         self.announced, self.log = log.with_suffix(".address"), log
         self.command = [*command, "--announce", str(self.announced), "--with-parent"]
-        self.environment = dict(environment or {})
+        self.environment, self.folder = dict(environment or {}), folder
         self.process: subprocess.Popen[bytes] | None = None
 
     def connect(self, seconds: float) -> socket.socket:
@@ -124,6 +131,7 @@ class Local:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=os.environ | self.environment,
+                cwd=self.folder,
                 start_new_session=True,
             )
 

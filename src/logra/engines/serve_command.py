@@ -10,6 +10,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from logra.engines.host import Host
 from logra.model import chosen_compute, load_policy, path_of, tokenizer_of
 from logra.run_settings import ModelSettings, TrainSettings
@@ -17,6 +19,7 @@ from logra.sync.replica import ToldReplica, replica_of
 from logra.sync.wire import serve
 
 _PAUSE_SECONDS = 1.0
+_CPU_CACHE_BYTES = 1 << 30
 
 
 def serve_engine(settings: TrainSettings, listen: str, announce: str | None, with_parent: bool) -> int:
@@ -60,8 +63,6 @@ def make_host(settings: TrainSettings) -> Host:
 
 
 def _transformers(model: ModelSettings, compute: str, max_rows: int) -> Host:
-    import torch
-
     from logra.rollout.transformers_engine import TransformersEngine
 
     weights = "bfloat16" if compute == "bf16" else "float32"
@@ -86,6 +87,8 @@ def _vllm(settings: TrainSettings, compute: str) -> Host:
     tokenizer, end_ids = tokenizer_of(model)
     options = {"tensor_parallel_size": engines.tensor_parallel, "max_num_seqs": settings.rollout.max_rows}
     options |= {"trust_remote_code": model.trust_remote_code, "seed": settings.run.seed} | engines.options
+    if not torch.cuda.is_available():
+        options = {"enforce_eager": True, "kv_cache_memory_bytes": _CPU_CACHE_BYTES} | options
     engine = VllmEngine(path_of(model), tokenizer, end_ids, "bfloat16" if compute == "bf16" else "float32", options)
     return Host(engine, engine.answer)
 

@@ -17,7 +17,7 @@ from vllm.platforms import current_platform
 from logra.engines.vllm_requests import completed, sampling_parameters
 from logra.rl.batch import Sample
 from logra.rollout.engine import Prompt, Sampling
-from logra.sync.fused import fused_slices, fused_whole
+from logra.sync.fused import fused_frozen, fused_slices, fused_whole
 from logra.sync.layout import Layout
 from logra.sync.replica import Answer, Replica, ToldReplica, joined
 
@@ -56,10 +56,8 @@ class SyncWorker(Worker):
         from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
         parameters = {name: each.detach() for name, each in self.get_model().named_parameters()}
-        place = (get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size())
-        frozen = parameters if place[1] == 1 else None
-        slices, whole = fused_slices(layout, parameters, *place), fused_whole(layout, parameters, *place)
-        return Replica(layout, slices, whole, self._pack, frozen=frozen)
+        held = (layout, parameters, get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size())
+        return Replica(layout, fused_slices(*held), fused_whole(*held), self._pack, frozen=fused_frozen(*held))
 
     def _pack(self) -> None:
         """Packed forms of weights are made anew."""

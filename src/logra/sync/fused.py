@@ -40,6 +40,13 @@ def fused_whole(
     return _found({each.name: each.shape for each in layout.whole}, parameters, place, parts)
 
 
+def fused_frozen(
+    layout: Layout, parameters: Mapping[str, Tensor], place: int = 0, parts: int = 1
+) -> dict[str, list[Slice]]:
+    """The same for the tensors that never change."""
+    return _found({name: shape for name, _, shape in layout.frozen}, parameters, place, parts)
+
+
 def _found(
     shapes: Mapping[str, Sequence[int]], parameters: Mapping[str, Tensor], place: int, parts: int
 ) -> dict[str, list[Slice]]:

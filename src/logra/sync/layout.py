@@ -62,7 +62,7 @@ class Layout:
         compute: "bf16" or "fp32", what replicas compute in.
         weights: those that get factors, in the order of the messages.
         whole: tensors that travel whole with every message.
-        frozen: (name, digest) of the tensors that never change, as they compute; a replica must have the same.
+        frozen: (name, digest, shape) of the tensors that never change, as they compute; a replica must have the same.
     """
 
     seed: int
@@ -71,7 +71,7 @@ class Layout:
     compute: str
     weights: tuple[WeightLayout, ...]
     whole: tuple[WholeLayout, ...] = ()
-    frozen: tuple[tuple[str, int], ...] = ()
+    frozen: tuple[tuple[str, int, tuple[int, ...]], ...] = ()
 
     @cached_property
     def digest(self) -> int:
@@ -94,7 +94,7 @@ class Layout:
             raise ValueError(f"the layout is not of format {FORMAT}; trainer and replica need one version of logra")
         weights = tuple(WeightLayout(**each) for each in found.pop("weights"))
         whole = tuple(WholeLayout(each["name"], each["dtype"], tuple(each["shape"])) for each in found.pop("whole"))
-        frozen = tuple((name, int(digest)) for name, digest in found.pop("frozen"))
+        frozen = tuple((name, int(digest), tuple(shape)) for name, digest, shape in found.pop("frozen"))
         return cls(**found, weights=weights, whole=whole, frozen=frozen)
 
     def computing_dtype(self, weight: WeightLayout) -> torch.dtype:

@@ -54,7 +54,7 @@ class Replica:
         whole: by name, where the tensors that travel whole are, likewise; as `as_slice` sees them.
         changed: called whenever weights changed, half done or not: caches made with others must go.
         keep_on: device of what is kept beside weights.
-        frozen: by name, tensors that never change; those that the layout knows are compared with the trainer's.
+        frozen: by name, where tensors are that never change; those that are whole are compared with the trainer's.
 
     Raises:
         ValueError: a weight of the layout is nowhere in the model (the message names near ones), has another dtype or
@@ -68,7 +68,7 @@ class Replica:
         whole: Mapping[str, Sequence[Slice]],
         changed: Callable[[], None] = lambda: None,
         keep_on: str | None = None,
-        frozen: Mapping[str, Tensor] | None = None,
+        frozen: Mapping[str, Sequence[Slice]] | None = None,
     ) -> None:
         self.layout, self.whole, self.changed = layout, whole, changed
         self.version: int | None = None
@@ -88,7 +88,7 @@ class Replica:
             for each in layout.weights
         }
 
-    def _check(self, slices: Mapping[str, Sequence[Slice]], frozen: Mapping[str, Tensor]) -> None:
+    def _check(self, slices: Mapping[str, Sequence[Slice]], frozen: Mapping[str, Sequence[Slice]]) -> None:
         """Refuse what could never come to the trainer's digest."""
         for each in self.layout.weights:
             wanted = self.layout.computing_dtype(each)
@@ -106,9 +106,12 @@ class Replica:
                         f"trainer's is {DTYPES[entry.dtype]} {entry.shape}"
                     )
         dtype = DTYPES[self.layout.compute]
-        other = [
-            n for n, digest in self.layout.frozen if n in frozen and whole_digest(n, frozen[n].to(dtype)) != digest
-        ]
+        other = []
+        for name, digest, shape in self.layout.frozen:
+            parts = frozen.get(name, [])
+            if sum(len(each.rows) * len(each.columns) for each in parts) == math.prod(shape):
+                found = sum(_digest(name, each, as_rows(shape)[1], dtype) for each in parts) & MASK
+                other += [name] if found != digest else []
         if other:
             raise ValueError(
                 f"{len(other)} tensors that the trainer never changes have other values here, such as {other[0]}; load "
@@ -198,16 +201,20 @@ class Replica:
             part.computing.copy_(values.to(part.computing.device))
 
     def _whole_digest(self) -> int:
-        total = 0
-        for each in self.layout.whole:
-            columns = as_rows(each.shape)[1]
-            for part in self.whole[each.name]:
-                if part.counted:
-                    total += digest_of(part.computing, name_key(each.name), part.rows, part.columns, columns)
-        return total
+        return sum(
+            _digest(each.name, part, as_rows(each.shape)[1])
+            for each in self.layout.whole
+            for part in self.whole[each.name]
+            if part.counted
+        )
 
     def _refusal(self, why: str) -> Answer:
         return Answer(self.version, self.digest, why)
+
+
+def _digest(name: str, part: Slice, columns: int, dtype: torch.dtype | None = None) -> int:
+    values = part.computing if dtype is None else part.computing.to(dtype)
+    return digest_of(values, name_key(name), part.rows, part.columns, columns)
 
 
 class ToldReplica:
@@ -283,6 +290,5 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 def replica_of(layout: Layout, model: nn.Module, changed: Callable[[], None] = lambda: None) -> Replica:
     """A replica on the weights of a Hugging Face model."""
-    tensors = tensors_of(model)
-    whole = {name: [as_slice(each)] for name, each in tensors.items()}
-    return Replica(layout, slices_of(model), whole, changed, frozen=tensors)
+    whole = {name: [as_slice(each)] for name, each in tensors_of(model).items()}
+    return Replica(layout, slices_of(model), whole, changed, frozen=whole)

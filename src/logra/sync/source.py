@@ -50,7 +50,7 @@ class FactorSource:
         self._whole = {name: each for name, each in named.items() if id(each) in trained}
         dtype = DTYPES[compute]
         self._frozen = tuple(
-            (name, whole_digest(name, whole(each, dtype)))
+            (name, whole_digest(name, whole(each, dtype)), tuple(each.shape))
             for name, each in named.items()
             if id(each) not in trained | selected
         )
@@ -192,14 +192,14 @@ class WholeSource:
 
     def __init__(self, tensors: Any, compute: str, changing: Collection[str] | None = None) -> None:
         self._tensors, self.version = tensors, 0
-        dtype, layouts, frozen = DTYPES[compute], list[WholeLayout](), list[tuple[str, int]]()
+        dtype, layouts, frozen = DTYPES[compute], list[WholeLayout](), list[tuple[str, int, tuple[int, ...]]]()
         for name, each in tensors().items():
             if not each.is_floating_point():
                 continue
             if changing is None or name in changing:
                 layouts.append(WholeLayout(name, compute, tuple(each.shape)))
             else:
-                frozen.append((name, whole_digest(name, whole(each, dtype))))
+                frozen.append((name, whole_digest(name, whole(each, dtype)), tuple(each.shape)))
         self.layout = Layout(0, "rademacher", 8, compute, (), tuple(layouts), tuple(frozen))
         self._latest = self._present()  # until its patch is measured
         self._sent = self._digest_of(self._latest)
