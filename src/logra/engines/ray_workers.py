@@ -33,9 +33,10 @@ _PAUSE_SECONDS = 0.2
 class _Keeper:
     """An actor: one engine's process on the node that Ray gave it."""
 
-    def __init__(self, command: Sequence[str], log: str, folder: str) -> None:
+    def __init__(self, command: Sequence[str], log: str, folder: str, threads: int) -> None:
         host = ray.util.get_node_ip_address()
-        self.local = Local([*command, "--listen", f"{host}:0"], Path(log), folder=folder)
+        environment = {"OMP_NUM_THREADS": str(threads or os.cpu_count() or 1)}  # Ray would have one each
+        self.local = Local([*command, "--listen", f"{host}:0"], Path(log), environment, folder)
 
     def address(self, seconds: float) -> str:
         """HOST:PORT of the process, which is started if it does not run."""
@@ -141,7 +142,7 @@ def _as_os_errors(late: str) -> Iterator[None]:
 
 def placed_engines(settings: TrainSettings) -> list[tuple[str, Place]]:
     """The engines that `launch_by_ray` reserved room for, from within a trainer process."""
-    from logra.engines.build import engine_command
+    from logra.engines.build import engine_command, threads_each
 
     ray.init(address=os.environ.get("RAY_ADDRESS", "auto"), namespace=NAMESPACE, log_to_driver=False)
     folder = (Path(settings.run.folder) / "engines").resolve()
@@ -158,7 +159,9 @@ def placed_engines(settings: TrainSettings) -> list[tuple[str, Place]]:
             max_restarts=-1,
             max_task_retries=0,
         )
-        found.append((str(number), RayPlace(actor.remote(command, str(folder / f"engine-{number}.log"), os.getcwd()))))
+        log = str(folder / f"engine-{number}.log")
+        keeper = actor.remote(command, log, os.getcwd(), settings.engines.threads or threads_each(settings.engines))
+        found.append((str(number), RayPlace(keeper)))
     return found
 
 
@@ -206,6 +209,7 @@ def _run(count: int, arguments: Sequence[str], group: Any, gpus: bool) -> int:
     address = ray.get_runtime_context().gcs_address
     for number, trainer in enumerate(trainers):
         environment = {"RAY_ADDRESS": address}
+        environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // hosts.count(hosts[number])))
         if count > 1:
             environment |= {"MASTER_ADDR": host, "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
             # Each sees its own GPUs alone.

@@ -19,7 +19,8 @@ from logra.sync.replica import ToldReplica, replica_of
 from logra.sync.wire import serve
 
 _PAUSE_SECONDS = 1.0
-_CPU_CACHE_BYTES = 1 << 30
+# A prompt that is read in parts rewinds its random numbers, which vLLM cannot do on processors.
+_CPU_OPTIONS = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 30, "enable_chunked_prefill": False}
 
 
 def serve_engine(settings: TrainSettings, listen: str, announce: str | None, with_parent: bool) -> int:
@@ -88,7 +89,7 @@ def _vllm(settings: TrainSettings, compute: str) -> Host:
     options = {"tensor_parallel_size": engines.tensor_parallel, "max_num_seqs": settings.rollout.max_rows}
     options |= {"trust_remote_code": model.trust_remote_code, "seed": settings.run.seed} | engines.options
     if not torch.cuda.is_available():
-        options = {"enforce_eager": True, "kv_cache_memory_bytes": _CPU_CACHE_BYTES} | options
+        options = _CPU_OPTIONS | options
     engine = VllmEngine(path_of(model), tokenizer, end_ids, "bfloat16" if compute == "bf16" else "float32", options)
     return Host(engine, engine.answer)
 
