@@ -96,6 +96,29 @@ static void floor_row(const uint32_t *restrict value, const uint16_t *restrict n
         upper[j] = (uint16_t)((value[j] + noise[j]) >> 16);
 }
 
+/* bf16 nearest and the low 16 bits of fp32 values, as sync/held.py keeps them; how many were rounded up from a tie. */
+FOR_EACH_CPU
+static int64_t nearest_write_row(const uint32_t *restrict value, uint16_t *restrict upper, uint16_t *restrict low,
+                                 int64_t columns)
+{
+    int64_t raised = 0;
+    for (int64_t j = 0; j < columns; j++) {
+        uint32_t v = value[j], odd = (v >> 16) & 1;
+        upper[j] = (uint16_t)((v + 0x7FFFu + odd) >> 16);
+        low[j] = (uint16_t)v;
+        raised += ((v & 0xFFFFu) == 0x8000u) & odd;
+    }
+    return raised;
+}
+
+FOR_EACH_CPU
+static void nearest_read_row(const uint16_t *restrict upper, const uint16_t *restrict low, uint32_t *restrict value,
+                             int64_t columns)
+{
+    for (int64_t j = 0; j < columns; j++)
+        value[j] = (((uint32_t)upper[j] - (low[j] > 0x8000u)) << 16) | low[j];
+}
+
 static void *row_buffer(int64_t bytes)
 {
     int64_t group = 16 * LANES;
@@ -227,6 +250,43 @@ static PyObject *native_digest(PyObject *self, PyObject *args)
     return PyLong_FromUnsignedLongLong(total);
 }
 
+static PyObject *native_nearest_write(PyObject *self, PyObject *args)
+{
+    unsigned long long value, upper, low, places;
+    long long count, room, found = 0;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "KKKLKL", &value, &upper, &low, &count, &places, &room))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    for (int64_t start = 0; start < count; start += 4096) {
+        const uint32_t *part = (uint32_t *)(uintptr_t)value + start;
+        int64_t size = count - start < 4096 ? count - start : 4096;
+        if (!nearest_write_row(part, (uint16_t *)(uintptr_t)upper + start, (uint16_t *)(uintptr_t)low + start, size))
+            continue;
+        for (int64_t j = 0; j < size; j++)
+            if ((part[j] & 0x1FFFFu) == 0x18000u) {
+                if (found < room)
+                    ((int64_t *)(uintptr_t)places)[found] = start + j;
+                found++;
+            }
+    }
+    Py_END_ALLOW_THREADS
+    return PyLong_FromLongLong(found);
+}
+
+static PyObject *native_nearest_read(PyObject *self, PyObject *args)
+{
+    unsigned long long upper, low, value;
+    long long count;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "KKKL", &upper, &low, &value, &count))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    nearest_read_row((uint16_t *)(uintptr_t)upper, (uint16_t *)(uintptr_t)low, (uint32_t *)(uintptr_t)value, count);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
     {"fill", native_fill, METH_VARARGS, "fill(out, rows, blocks, first_row, first_block, key, purpose, update)"},
     {"split_read", native_split_read, METH_VARARGS,
@@ -234,6 +294,8 @@ static PyMethodDef methods[] = {
     {"split_round", native_split_round, METH_VARARGS,
      "split_round(value, upper, low, rows, columns, first_row, key, noise_purpose, update, dither_purpose)"},
     {"floor", native_floor, METH_VARARGS, "floor(value, upper, rows, columns, first_row, key, purpose, update)"},
+    {"nearest_write", native_nearest_write, METH_VARARGS, "nearest_write(value, upper, low, count, places, room)"},
+    {"nearest_read", native_nearest_read, METH_VARARGS, "nearest_read(upper, low, value, count)"},
     {"digest", native_digest, METH_VARARGS, "digest(values, rows, columns, total_columns, width, start)"},
     {NULL, NULL, 0, NULL},
 };

@@ -17,12 +17,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from logra.native import in_row_parts, native
 from logra.optim.digest import digest_of, name_key
 from logra.optim.merge import LayerStep, row_blocks
 from logra.optim.rounding import WeightBits, dither_to_split, floor_to_bf16, read_split, round_to_split
 from logra.parallel.rows import shifted
 from logra.random_bits import Purpose
 from logra.sync.layout import WeightLayout
+
+_TIES = 1024
 
 
 @dataclass(frozen=True)
@@ -142,6 +145,25 @@ class HeldWeight:
 
     def _enter_nearest(self, rows: range, target: Tensor) -> None:
         """bf16 nearest, and the low 16 bits as they are; entries that a tie rounded up are remembered by place."""
+        computing = self.held.computing[rows.start : rows.stop]
+        if self._has_native(computing) and target.is_contiguous():
+            assert self.low is not None
+            low, columns = self.low[rows.start : rows.stop], target.shape[1]
+            ties: list[Tensor] = []
+
+            def work(first: int, count: int) -> None:
+                size = count * columns
+                places = torch.empty(size // _TIES + _TIES, dtype=torch.int64)  # one of 2^17 is expected
+                parts = (target[first:].data_ptr(), computing[first:].data_ptr(), low[first:].data_ptr(), size)
+                found = native.nearest_write(*parts, places.data_ptr(), len(places))
+                ties.append(places[:found] + first * columns if found <= len(places) else places[:0])
+                overflown.append(found > len(places))
+
+            overflown: list[bool] = []
+            in_row_parts(work, len(rows), target.numel())
+            if not any(overflown):
+                self._ties[rows.start] = torch.cat(ties)
+                return
         whole = target.view(torch.int32)
         low, upper = whole & 0xFFFF, target.to(torch.bfloat16)
         self._enter(rows, upper, low.to(torch.int16))
@@ -149,13 +171,28 @@ class HeldWeight:
         self._ties[rows.start] = ((low == 0x8000) & raised).flatten().nonzero()[:, 0]
 
     def _from_nearest(self, rows: range, computing: Tensor, low: Tensor) -> Tensor:
+        ties = self._ties.get(rows.start)
+        if self._has_native(computing):
+            value = torch.empty(computing.shape, dtype=torch.float32)
+
+            def work(first: int, count: int) -> None:
+                parts = (computing[first:].data_ptr(), low[first:].data_ptr(), value[first:].data_ptr())
+                native.nearest_read(*parts, count * computing.shape[1])
+
+            in_row_parts(work, len(rows), computing.numel())
+            if ties is not None and len(ties):
+                value.view(torch.int32).view(-1)[ties] -= 1 << 16
+            return value
         bits = low.to(torch.int32) & 0xFFFF
         upper = computing.contiguous().view(torch.int16).to(torch.int32)
         upper = upper - (bits > 0x8000).to(torch.int32)
-        ties = self._ties.get(rows.start)
         if ties is not None and len(ties):
             upper.view(-1)[ties] -= 1
         return ((upper << 16) | bits).view(torch.float32)
+
+    def _has_native(self, computing: Tensor) -> bool:
+        here = native is not None and computing.device.type == "cpu" and self.keep_on == "cpu"
+        return here and computing.is_contiguous()
 
     def _in_whole(self, rows: range) -> range:
         return shifted(rows, self.held.rows.start)
