@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.record import summary, write_result
+from benchmarks.record import cell, summary, write_result
 from logra.config import LograSettings
 from logra.engines.build import engine_command
 from logra.engines.places import Local
@@ -45,7 +45,7 @@ def run(updates: int) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "logra", "train", "--config", "recipes/smollm2-arithmetic.yaml", "--ray"]
     command += ["--model.compute", "fp32", "--engines.kind", "vllm", "--evaluation.every", "0"]
     command += ["--run.updates", str(updates), "--run.folder", str(folder), "--run.save_every", "0"]
-    subprocess.run(command, check=True)
+    subprocess.run(command, check=True, stdout=sys.stderr)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     rows, scores = [], []
     for line in lines:
@@ -107,23 +107,33 @@ def seconds(pair: Pair, storage: str, updates: int) -> list[dict[str, Any]]:
             for name, value in before.items()
         )
         rows.append(row | {"weights_bytes": sources["factors"].weights_bytes})
-        sys.stdout.write(json.dumps(rows[-1]) + "\n")
-        sys.stdout.flush()
+        sys.stderr.write(json.dumps(rows[-1]) + "\n")
     return rows
+
+
+def both(updates: int) -> list[dict[str, Any]]:
+    """For both storages."""
+    pair = Pair()
+    try:
+        return [row for storage in ("fp32", "bf16") for row in seconds(pair, storage, updates)]
+    finally:
+        pair.end()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--updates", type=int, default=20)
     parser.add_argument("--syncs", type=int, default=7)
+    parser.add_argument("--part", choices=("run", "seconds"), help="Measure one part alone, and print it.")
     asked = parser.parse_args()
-    rows = run(asked.updates)
-    pair = Pair()
-    try:
-        for storage in ("fp32", "bf16"):
-            rows += seconds(pair, storage, asked.syncs)
-    finally:
-        pair.end()
+    if asked.part is not None:
+        found = run(asked.updates) if asked.part == "run" else both(asked.syncs)
+        sys.stdout.write(json.dumps({"rows": found}) + "\n")
+        return
+    numbers = ["--updates", str(asked.updates), "--syncs", str(asked.syncs)]
+    rows = []
+    for part in ("run", "seconds"):
+        rows += cell("sync", part, ["benchmarks.sync", "--part", part, *numbers])["rows"]
     ratios, more = {}, {}
     measured = [row for row in rows if row["part"] == "seconds"]
     for storage in ("fp32", "bf16"):
