@@ -127,14 +127,15 @@ def main() -> None:
     parser.add_argument("--part", choices=("run", "seconds"), help="Measure one part alone, and print it.")
     asked = parser.parse_args()
     if asked.part is not None:
-        found = run(asked.updates) if asked.part == "run" else both(asked.syncs)
-        sys.stdout.write(json.dumps({"rows": found}) + "\n")
+        part_rows = run(asked.updates) if asked.part == "run" else both(asked.syncs)
+        sys.stdout.write(json.dumps({"rows": part_rows}) + "\n")
         return
     numbers = ["--updates", str(asked.updates), "--syncs", str(asked.syncs)]
-    rows = []
+    rows: list[dict[str, Any]] = []
     for part in ("run", "seconds"):
         rows += cell("sync", part, ["benchmarks.sync", "--part", part, *numbers])["rows"]
-    ratios, more = {}, {}
+    ratios: dict[str, float] = {}
+    more: dict[str, Any] = {}
     measured = [row for row in rows if row["part"] == "seconds"]
     for storage in ("fp32", "bf16"):
         mine = [row for row in measured if row["storage"] == storage and row["update"] > 1]  # the first warms up

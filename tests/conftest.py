@@ -84,3 +84,10 @@ def wait_for_lines(running: "subprocess.Popen[str]", folder: Path, count: int) -
         assert time.monotonic() < deadline
         assert running.poll() is None
         time.sleep(0.05)
+
+
+def latest(source: Any) -> tuple[bytes, int]:
+    """The message of an update that changed something."""
+    found = source.message()
+    assert found is not None
+    return found

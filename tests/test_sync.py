@@ -17,7 +17,7 @@ from logra.sync.message import message_bytes
 from logra.sync.replica import Answer, Replica, as_slice, replica_of, slices_of, tensors_of
 from logra.sync.sender import Sender, SyncLost
 from logra.sync.source import FactorSource, WholeSource
-from tests.conftest import loss_of, tiny_gpt2, tiny_llama
+from tests.conftest import latest, loss_of, tiny_gpt2, tiny_llama
 
 
 class Near:
@@ -147,7 +147,7 @@ def test_a_repeated_message_changes_nothing_and_a_gap_is_refused(tokens: Tensor)
     for _ in range(3):
         loss_of(model, tokens).backward()
         optimizer.step()
-        messages.append(source.message()[0])
+        messages.append(latest(source)[0])
     first = link.replica.handle(messages[0])
     assert first.refusal is None
     again = link.replica.handle(messages[0])
@@ -266,7 +266,7 @@ def test_caches_go_whenever_weights_changed(tokens: Tensor) -> None:
     optimizer.step()
     replica.held["model.layers.1.mlp.down_proj"][0].merge = lambda _: 1 // 0  # type: ignore[method-assign, assignment]
     with pytest.raises(ZeroDivisionError):
-        replica.handle(source.message()[0])
+        replica.handle(latest(source)[0])
     assert len(calls) == 3
     assert (replica.version, replica.digest) == (None, None)
 
@@ -304,7 +304,7 @@ def test_an_engine_that_fuses_and_divides_follows_exactly(parts: int, tokens: Te
     for _ in range(3):
         loss_of(model, tokens).backward()
         optimizer.step()
-        data, digest = source.message()
+        data, digest = latest(source)
         assert all(replica.handle(data).refusal is None for replica in replicas)
         assert sum(replica.digest or 0 for replica in replicas) & MASK == digest
     layer = model.model.layers[1]

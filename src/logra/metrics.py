@@ -35,6 +35,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "logprob_gap_p95": ("nats", "the 95th percentile of its size"),
     "logprob_gap_max": ("nats", "the largest"),
     "logprob_gap_outside": ("share", "of trained tokens whose gap is larger than learning.mismatch_band"),
+    "mismatched": ("flag", "there if that share was above learning.mismatch_share, and the batch was not learned from"),
     "reference_kl": ("nats", "KL divergence from the model at start, estimated (learning.reference_kl)"),
     "kl_budget": ("nats", "what a step may cost by the schedule (method.kl)"),
     "kl_budget_effective": ("nats", "less the mismatch, at least half"),

@@ -23,6 +23,7 @@ from logra.sync.replica import replica_of
 from logra.sync.sender import Sender, SyncLost
 from logra.sync.source import FactorSource
 from logra.sync.wire import SocketLink
+from tests.conftest import latest
 from tests.two_processes.conftest import Workers
 from tests.two_processes.updates import backward, make
 
@@ -137,7 +138,7 @@ def test_a_lost_answer_is_not_taken_for_another(processes: list[Process]) -> Non
     sender = Sender(source, [link], seconds=120)
     sender.anchor()
     update(model, optimizer, 0)
-    data, _ = source.message()
+    data, _ = latest(source)
     os.kill(processes[0].running.pid, signal.SIGSTOP)
     with pytest.raises(TimeoutError):
         link.ask(data, 0.5)
@@ -167,7 +168,7 @@ def trained_and_followed(group: Processes) -> tuple[list[int], list[bool], bytes
     for _ in range(3):
         backward(causal, group)
         optimizer.step()
-        data, digest = source.message()
+        data, digest = latest(source)
         digests.append(digest)
         equal.append(replica.handle(data).digest == digest == source.digest())
     return digests, equal, data

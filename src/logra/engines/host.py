@@ -33,7 +33,9 @@ class Host:
             return Completions(None, (), "this engine has no whole weights of the trainer yet")
         try:
             request = Request.from_bytes(data)
+            if not all(prompt.ids for prompt in request.prompts):
+                raise ValueError("a prompt has no tokens; give each problem a prompt")
             samples = self.engine.generate(request.prompts, request.sampling, request.update)
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, LookupError) as error:
             return Completions(self.version, (), f"{type(error).__name__}: {error}")
         return Completions(self.version, samples)

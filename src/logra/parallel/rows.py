@@ -167,12 +167,14 @@ def whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def with_part(tensor: Tensor, part: Tensor) -> Tensor:
-    """A tensor held in parts as `tensor` is, of which this process holds `part`."""
+    """A tensor held in parts as `tensor` is, of which this process holds `part`; the part, if it holds all."""
+    if not hasattr(tensor, "device_mesh"):
+        return part
     from torch.distributed.tensor import DTensor
 
     found: Tensor = DTensor.from_local(
         part,
-        tensor.device_mesh,  # type: ignore[attr-defined]
+        tensor.device_mesh,
         tensor.placements,  # type: ignore[attr-defined]
         run_check=False,
         shape=tensor.shape,
