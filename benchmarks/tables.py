@@ -7,6 +7,7 @@ python -m benchmarks.tables --check   # only say whether they are up to date
 
 import argparse
 import json
+import statistics
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,48 @@ def cards() -> str:
     return "\n".join(lines)
 
 
+def sizing() -> str:
+    """Planned memory and traffic of trainers and engines."""
+    found = result("plan_scaling")
+    settings = found["settings"]
+    lines = [
+        f"`{found['command']}`: planned GiB. LoGRA in storage bf16, rank {settings['rank']}, 8-bit factors, one "
+        f"micro-batch of {settings['tokens']:,} tokens on each trainer GPU; an engine's cache for "
+        f"{settings['sequences']} sequences of {settings['tokens']:,} tokens.",
+        "",
+        "| model | trainer GPUs | peak of each | engine: weights | engine: cache | message | selected weights whole |",
+        "| --- |" + " --- |" * 6,
+    ]
+    for row in found["rows"]:
+        names = ("trainer_peak", "engine_weights", "engine_cache", "message", "selected_weights")
+        numbers = [row[f"{name}_bytes"] / 2**30 for name in names]
+        name = "a dense decoder of 27e9" if row["model"] == "27B" else row["model"]
+        cells = [f"{number:.1f}" for number in numbers[:3]] + [f"{numbers[3]:.3f}", f"{numbers[4]:.1f}"]
+        lines.append(f"| {name} | {row['trainer_gpus']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def syncs() -> str:
+    """Bytes and seconds of a sync beside whole weights and a sparse patch."""
+    found = result("sync")
+    lines = [
+        f"`{found['command']}`: SmolLM2-135M in vLLM on {found['threads']} processor cores, rank "
+        f"{found['settings']['rank']}, {found['settings']['factor_bits']}-bit factors; medians.",
+        "",
+        "| storage of the trainer | factors MB | sparse patch MB | whole MB | factors s | whole s | factors / whole |",
+        "| --- |" + " --- |" * 6,
+    ]
+    for storage in ("fp32", "bf16"):
+        rows = [row for row in found["rows"] if row.get("storage") == storage and row["update"] > 1]
+        sizes = [
+            statistics.median(row[f"{name}_bytes"] for row in rows) / 1e6 for name in ("factors", "patch", "weights")
+        ]
+        times = [found[f"seconds_{storage}"][way]["median"] for way in ("factors", "whole")]
+        cells = [f"{size:.1f}" for size in sizes] + [f"{time:.2f}" for time in times]
+        lines.append(f"| {storage} | {' | '.join(cells)} | {times[0] / times[1]:.2f} |")
+    return "\n".join(lines)
+
+
 def paper_plan() -> str:
     """Plan, PyTorch's tracker and the paper, for the paper's models."""
     found = result("plan_paper")
@@ -225,6 +268,8 @@ PLACES = (
     ("docs/memory.md", "cards", cards),
     ("docs/memory.md", "paper plan", paper_plan),
     ("docs/processes.md", "two processes", two_processes),
+    ("docs/scaling.md", "sizing", sizing),
+    ("docs/scaling.md", "syncs", syncs),
     ("docs/reference.md", "all settings", all_settings),
     ("docs/reference.md", "metrics", metrics),
     ("docs/reference.md", "alarms", alarms),

@@ -190,7 +190,10 @@ def plan_method(
         gathered = _gathered(size, settings, device, "KL probe")
         stages.append(Stage("KL probe", {**shared, **gathered, **_probe(config, size, settings, lengths, device)}))
     stages.append(Stage("step", {**shared, "step": _step(size, settings, device)}))
-    stages.append(Stage("rollout", {**at_rest, **_rollout(config, size, settings, lengths, device)}))
+    inside = settings.engines.kind == "inside"
+    stages.append(
+        Stage("rollout", {**at_rest, **(_rollout(config, size, settings, lengths, device) if inside else {})})
+    )
     return MethodPlan(method, tuple(stages), _sync(size, settings))
 
 

@@ -17,7 +17,6 @@ import torch
 from logra.checkpoint import compute_weights, model_card, write_model
 from logra.divide import RolloutCopy, divide
 from logra.engines.build import make_pool, threads_each
-from logra.engines.pool import EnginePool
 from logra.evaluator import Evaluator, ScoredSample
 from logra.export_divided import export_divided
 from logra.hub import check_hub, push
@@ -32,7 +31,6 @@ from logra.progress import make_progress
 from logra.rl.logprobs import CausalModel
 from logra.rollout.divided_engine import DividedEngine
 from logra.rollout.engine import RolloutEngine
-from logra.rollout.recorded import recorded
 from logra.rollout.transformers_engine import TransformersEngine
 from logra.run_folder import STATE, FollowedFolder, RunFolder
 from logra.run_settings import ModelSettings, TrainSettings
@@ -53,14 +51,12 @@ class Parts:
         adapted: peft's wrapper of the model, for method lora.
         rule: changes the weights.
         trainer: does the updates.
-        pool: of engines in other processes, or None.
     """
 
     policy: Policy
     adapted: Any
     rule: UpdateRule
     trainer: Trainer
-    pool: EnginePool | None = None
 
     def write(self, folder: Path, run: TrainingRun | None, with_state: bool = False) -> None:
         """The policy as it is, as an ordinary Hugging Face folder; `with_state` adds what a run goes on from.
@@ -117,12 +113,11 @@ def assemble(
         if processes.count > 1 and any(layer.module is policy.causal.head for layer in rule.optimizer.sketches):
             raise ValueError("targets name the output layer, which several processes cannot sketch; leave it out")
         rule.optimizer.set_gradient_divide_factor(1.0)  # the loss is divided by the counts of all processes
-    pool = make_pool(settings, policy, rule, processes)
+    engine = make_pool(settings, policy, rule, processes) or make_engine(settings, policy, copied, processes)
     if settings.engines.max_lag and policy.device == "cpu":
         torch.set_num_threads(threads_each(settings.engines))
-    engine = make_engine(settings, policy, copied, processes, pool)
-    trainer = Trainer(settings, policy, engine, rule, reference, mixture, processes, pool)
-    return Parts(policy, adapted, rule, trainer, pool)
+    trainer = Trainer(settings, policy, engine, rule, reference, mixture, processes)
+    return Parts(policy, adapted, rule, trainer)
 
 
 def _in_parts(
@@ -144,19 +139,13 @@ def make_engine(
     policy: Policy,
     copied: RolloutCopy | None = None,
     processes: Processes | None = None,
-    pool: EnginePool | None = None,
 ) -> RolloutEngine:
-    """Rollout in this process, on the policy's own weights or, where those are divided, on a copy; or by a pool."""
-    processes = processes or Processes()
-    if pool is not None:
-        return recorded(pool, settings, processes)
+    """Rollout in this process, on the policy's own weights or, where those are divided, on a copy."""
     dtype = torch.bfloat16 if chosen_compute(settings.model) == "bf16" else torch.float32
     ends, rollout = (policy.end_ids, policy.pad_id), settings.rollout
     causal = policy.causal if copied is None else CausalModel(copied.model)
     engine: RolloutEngine = TransformersEngine(causal, policy.tokenizer, *ends, dtype, rollout.max_rows)
-    if copied is not None:
-        engine = DividedEngine(engine, copied, processes)
-    return recorded(engine, settings, processes)
+    return engine if copied is None else DividedEngine(engine, copied, processes or Processes())
 
 
 def _reference(settings: TrainSettings, processes: Processes) -> CausalModel | None:
@@ -262,8 +251,8 @@ def _train(settings: TrainSettings, resume: bool, processes: Processes) -> int:
     finally:
         progress.close()
         trackers.close()
-        if parts.pool is not None:
-            parts.pool.close()
+        if parts.trainer.pool is not None:
+            parts.trainer.pool.close()
     with run.interruption.watching():
         run.interruption.defer()  # all updates are done: what is left is to save them
         code = _finish(folder, parts, run, save, reason)
@@ -370,7 +359,7 @@ def evaluate(settings: TrainSettings) -> int:
     settings = on_this_machine(settings)
     policy = load_policy(settings.model)
     pool = make_pool(settings, policy, None, Processes())
-    evaluator = Evaluator(settings, policy, make_engine(settings, policy, pool=pool), mixture)
+    evaluator = Evaluator(settings, policy, pool or make_engine(settings, policy), mixture)
     with contextlib.ExitStack() as stack:
         if pool is not None:
             stack.callback(pool.close)

@@ -35,12 +35,11 @@ class Trainer:
     Args:
         settings: of the run.
         policy: the model and its tokenizer.
-        engine: draws completions with the policy's weights.
+        engine: draws completions with the policy's weights; a pool of engines in other processes gets every update.
         rule: changes the weights.
         reference: the model at start, if `learning.reference_kl` is above 0.
         mixture: of the same settings, if it has been made already.
         processes: that share the work; all of them call everything here, in the same order.
-        pool: of engines in other processes, which get every update; then `engine` draws with them.
     """
 
     def __init__(
@@ -52,24 +51,24 @@ class Trainer:
         reference: CausalModel | None = None,
         mixture: Mixture | None = None,
         processes: Processes | None = None,
-        pool: EnginePool | None = None,
     ) -> None:
         settings = on_this_machine(settings)
         self.settings, self.policy, self.rule = settings, policy, rule
         self.processes = processes or Processes()
         self.mixture = mixture or Mixture(settings)
         self.evaluate = Evaluator(settings, policy, engine, self.mixture, self.processes)
-        self.pool = pool
+        self.pool = engine if isinstance(engine, EnginePool) else None
         self.collect: Collector | AheadCollector
-        if pool is not None and settings.engines.max_lag:
-            ahead = AheadEngine(pool, settings.engines.max_lag)
-            alone = Collector(settings, policy, recorded(ahead, settings, self.processes), self.mixture)
-            self.collect = AheadCollector(alone, pool, settings.run.updates, self.processes)
+        if self.pool is not None and settings.engines.max_lag:
+            ahead = recorded(AheadEngine(self.pool, settings.engines.max_lag), settings, self.processes)
+            alone = Collector(settings, policy, ahead, self.mixture)
+            self.collect = AheadCollector(alone, self.pool, settings.run.updates, self.processes)
         else:
-            self.collect = Collector(settings, policy, engine, self.mixture, self.processes)
+            drawing = recorded(engine, settings, self.processes)
+            self.collect = Collector(settings, policy, drawing, self.mixture, self.processes)
         self.learn = Learner(settings, policy, rule, reference, self.processes)
-        if pool is not None:
-            self.learn.after_step = pool.stepped
+        if self.pool is not None:
+            self.learn.after_step = self.pool.stepped
         self.update = 0
 
     def start_engines(self) -> None:

@@ -90,8 +90,16 @@ def _vllm(settings: TrainSettings, compute: str) -> Host:
     options |= {"trust_remote_code": model.trust_remote_code, "seed": settings.run.seed} | engines.options
     if not torch.cuda.is_available():
         options = _CPU_OPTIONS | options
+        if engines.tensor_parallel > 1:  # vLLM divides processors among parts only where they have several memories
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", _cores_of_each(engines.tensor_parallel))
     engine = VllmEngine(path_of(model), tokenizer, end_ids, "bfloat16" if compute == "bf16" else "float32", options)
     return Host(engine, engine.answer)
+
+
+def _cores_of_each(parts: int) -> str:
+    cores = sorted(os.sched_getaffinity(0))
+    shares = [cores[part * len(cores) // parts : (part + 1) * len(cores) // parts] for part in range(parts)]
+    return "|".join(",".join(map(str, each or cores[:1])) for each in shares)
 
 
 def _end_with(parent: int) -> None:
