@@ -119,7 +119,7 @@ def test_greedy_answers_end_where_transformers_ends_them(tmp_path: Path) -> None
     ("trap", "said"),
     [
         ("emptied", "the model holds (0,), its slice should be"),
-        ("not packed again", "all its weights were changed, but its log-probabilities stayed as they were"),
+        ("packed once", "all its weights were changed, but its log-probabilities stayed as they were"),
     ],
 )
 def test_weights_that_vllm_packed_are_noticed_at_start(trap: str, said: str, tmp_path: Path) -> None:

@@ -15,16 +15,22 @@ from logra.scale_settings import EngineSettings
 
 
 @contextlib.contextmanager
-def nothing_kept(packed: list[Any]) -> Iterator[None]:
+def emptied(packed: list[Any]) -> Iterator[None]:
+    """As vLLM does it: the weight goes, its packed form stays."""
+    yield
+
+
+@contextlib.contextmanager
+def packed_once(packed: list[Any]) -> Iterator[None]:
+    """The weight stays beside its packed form, which nobody renews."""
+    plain = vllm_engine.layers.dispatch_cpu_unquantized_gemm
+    vllm_engine.layers.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: plain(layer, remove_weight=False)
     yield
 
 
 def main() -> None:
     trap, announce = sys.argv[1:]
-    if trap == "emptied":
-        vllm_engine._weights_kept = nothing_kept
-    else:
-        vllm_engine.SyncWorker._pack = lambda self: None  # type: ignore[method-assign]
+    vllm_engine._weights_kept = {"emptied": emptied, "packed once": packed_once}[trap]
     settings = TrainSettings(model=ModelSettings(compute="fp32"), engines=EngineSettings(kind="vllm"))
     serve_engine(settings, "127.0.0.1:0", announce, with_parent=False)
 

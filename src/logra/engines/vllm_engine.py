@@ -67,10 +67,16 @@ class SyncWorker(Worker):
 
 @contextmanager
 def _weights_kept(packed: list[torch.nn.Module]) -> Iterator[None]:
-    """On CPUs vLLM packs weights and empties `layer.weight`, so that changing it silently does nothing; not here."""
+    """On CPUs vLLM packs weights and empties `layer.weight`, so that changing it silently does nothing; not here.
+
+    fp32 weights stay unpacked: their products are the trainer's, and log-probabilities agree twice as well.
+    """
     plain = layers.dispatch_cpu_unquantized_gemm
 
     def keeping(layer: torch.nn.Module, remove_weight: bool) -> None:
+        if layer.weight.dtype == torch.float32:
+            layer.cpu_linear = torch.nn.functional.linear
+            return
         plain(layer, remove_weight=False)
         packed.append(layer)
 
