@@ -33,7 +33,7 @@ class SyncWorker(Worker):
     """A worker of vLLM with a replica on its part of the weights."""
 
     _told: ToldReplica | None = None
-    _packed: list[torch.nn.Module]
+    _packed: list[Any]
 
     def load_model(self, *arguments: Any, **options: Any) -> None:
         """As ever, but no weight is given up for a packed form of it."""
@@ -66,14 +66,14 @@ class SyncWorker(Worker):
 
 
 @contextmanager
-def _weights_kept(packed: list[torch.nn.Module]) -> Iterator[None]:
+def _weights_kept(packed: list[Any]) -> Iterator[None]:
     """On CPUs vLLM packs weights and empties `layer.weight`, so that changing it silently does nothing; not here.
 
     fp32 weights stay unpacked: their products are the trainer's, and log-probabilities agree twice as well.
     """
     plain = layers.dispatch_cpu_unquantized_gemm
 
-    def keeping(layer: torch.nn.Module, remove_weight: bool) -> None:
+    def keeping(layer: Any, remove_weight: bool) -> None:
         if layer.weight.dtype == torch.float32:
             layer.cpu_linear = torch.nn.functional.linear
             return
