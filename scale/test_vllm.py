@@ -90,7 +90,7 @@ def test_a_prefix_is_never_served_from_older_weights(tmp_path: Path) -> None:
     source = json.dumps({"long": {"path": str(data), "prompt": "prompt", "answer": "answer"}})
     arguments = ["--task.names", '{"long": 1.0}', "--task.sources", source, "--evaluation.problems", "1"]
     arguments += ["--evaluation.names", '{"sums": 1.0}', "--method.logra.lr", "1e-3"]
-    found = train(tmp_path / "run", "--run.updates", "4", *arguments, *VLLM, "--engines.options", "{block_size: 16}")
+    found = train(tmp_path / "run", "--run.updates", "4", *arguments, *VLLM, "--engines.options", "{block_size: 32}")
     assert_synced(found)
 
 

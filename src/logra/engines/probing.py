@@ -19,7 +19,7 @@ def moved_by(link: Link, prompt_ids: Sequence[int], forced: bytes, seconds: floa
         SyncLost: they are the same afterwards, or the engine does not take part.
     """
     before = _logprobs(link, prompt_ids, seconds)
-    answer = Answer.from_bytes(link.ask(forced, seconds))
+    answer = Answer.from_bytes(_asked(link, forced, seconds))
     if answer.refusal is not None:
         raise SyncLost(f"engine {link.name} refuses a change of its weights: {answer.refusal}")
     if _logprobs(link, prompt_ids, seconds) == before:
@@ -46,7 +46,14 @@ def back_at(link: Link, prompt_ids: Sequence[int], before: Sequence[float], seco
 
 def _logprobs(link: Link, prompt_ids: Sequence[int], seconds: float) -> list[float]:
     request = Request((Prompt(0, tuple(prompt_ids), 0, 1),), _GREEDY, 0)
-    found = Completions.from_bytes(link.ask(request.to_bytes(), seconds))
+    found = Completions.from_bytes(_asked(link, request.to_bytes(), seconds))
     if found.error is not None:
         raise SyncLost(f"engine {link.name} cannot complete a prompt: {found.error}")
     return list(found.samples[0].rollout_logprobs)
+
+
+def _asked(link: Link, data: bytes, seconds: float) -> bytes:
+    try:
+        return link.ask(data, seconds)
+    except OSError as error:
+        raise SyncLost(f"engine {link.name} does not answer at start: {error or type(error).__name__}") from error
