@@ -32,7 +32,7 @@ def main() -> None:
     trap, announce = sys.argv[1:]
     vllm_engine._weights_kept = {"emptied": emptied, "packed once": packed_once}[trap]
     settings = TrainSettings(model=ModelSettings(compute="fp32"), engines=EngineSettings(kind="vllm"))
-    serve_engine(settings, "127.0.0.1:0", announce, with_parent=False)
+    serve_engine(settings, "127.0.0.1:0", announce, with_parent=0)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,9 @@ from torch import Tensor
 from logra.config import LograSettings
 from logra.optim.digest import MASK
 from logra.optim.optimizer import LograOptimizer
-from logra.sync.fused import fused_slices
+from logra.sync.fused import fused_frozen, fused_slices
 from logra.sync.held import Slice
-from logra.sync.layout import Layout
+from logra.sync.layout import Layout, WeightLayout
 from logra.sync.message import message_bytes
 from logra.sync.replica import Answer, Replica, as_slice, replica_of, slices_of, tensors_of
 from logra.sync.sender import Sender, SyncLost
@@ -338,3 +338,26 @@ def test_an_engine_of_another_shape_is_refused() -> None:
     del engine["model.layers.0.mlp.gate_up_proj.weight"]
     with pytest.raises(ValueError, match=r"2 of 14 weights .* such as 'model.layers.0.mlp.gate_proj'"):
         Replica(source.layout, fused_slices(source.layout, engine), {})
+
+
+def test_weights_fused_with_frozen_ones_are_found() -> None:
+    """PEFT's classic targets, q and v, lie in one tensor with k."""
+    model, _, source, _, _ = pair("fp32", targets=["q_proj", "v_proj"])
+    (engine,) = engine_parameters(pair("fp32")[2].layout, 1, head=8)
+    layer = model.model.layers[0].self_attn
+    engine["model.layers.0.self_attn.qkv_proj.weight"] = torch.cat(
+        [layer.q_proj.weight, layer.k_proj.weight, layer.v_proj.weight]
+    ).detach()
+    found = fused_slices(source.layout, engine)
+    assert len(found) == 4
+    frozen = fused_frozen(source.layout, engine)["model.layers.0.self_attn.k_proj.weight"]
+    assert torch.equal(frozen[0].computing, layer.k_proj.weight)
+    assert (found["model.layers.0.self_attn.v_proj"][0].computing == layer.v_proj.weight).all()
+
+
+def test_weights_that_the_trainer_itself_fuses_are_not_divided() -> None:
+    weights = (WeightLayout("layers.0.qkv_proj", 12, 4, 2, "g", "fp32"),)
+    layout = Layout(0, "rademacher", 8, "fp32", weights)
+    assert fused_slices(layout, {"layers.0.qkv_proj.weight": torch.zeros(12, 4)})
+    with pytest.raises(ValueError, match=r"fused in the trainer's model too, .* use tensor_parallel 1"):
+        fused_slices(layout, {"layers.0.qkv_proj.weight": torch.zeros(6, 4)}, 0, 2)

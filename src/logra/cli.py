@@ -50,7 +50,7 @@ def make_parser() -> ArgumentParser:
         if name == "engine":
             command.add_argument("--listen", default="127.0.0.1:8200", help="HOST:PORT; port 0 takes a free one.")
             command.add_argument("--announce", help="File that gets HOST:PORT once the engine listens.")
-            command.add_argument("--with-parent", action="store_true", help="End when the starting process does.")
+            command.add_argument("--with-parent", type=int, default=0, help="End with the process of this number.")
         commands.add_subcommand(name, command, help=what)
     tasks = ArgumentParser(description="Show each generated task with an example: prompt, answer, and what scores.")
     commands.add_subcommand("tasks", tasks, help="show the generated tasks")

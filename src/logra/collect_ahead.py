@@ -6,6 +6,7 @@ import queue
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from logra.collect import Batch, Collector, Group
@@ -34,10 +35,8 @@ class AheadEngine:
         Raises:
             Closed: the run is over.
         """
-        pool, oldest = self.pool, update - 1 - self.max_lag
-        if not pool.wait_for(lambda: pool.updates_published >= oldest):
-            raise Closed
-        ticket = pool.ask(prompts, sampling, update, pool.version_after(oldest))
+        pool = self.pool
+        ticket = pool.ask(prompts, sampling, update, pool.version_after(update - 1 - self.max_lag))
         if not pool.wait_for(lambda: ticket.done):
             raise Closed
         return pool.result(ticket)
@@ -81,7 +80,6 @@ class AheadCollector:
         found = self.processes.of_first(self._next)
         self._mixture = found.mixture
         phases.seconds |= found.phases.seconds
-        phases.memory |= found.phases.memory
         assert found.batch is not None
         return found.batch if not self._groups else replace(found.batch, groups=self._groups)
 
@@ -107,7 +105,9 @@ class AheadCollector:
 
     def _draw_all(self, first: int) -> None:
         for update in range(first, self.updates + 1):
-            phases = Phases(self.collector.policy.device)
+            phases = Phases("cpu")  # the device's peaks are the main thread's
+            if not self.pool.wait_for(partial(self._may_begin, update)):
+                return
             try:
                 batch = self.collector(update, phases)
             except Closed:
@@ -116,6 +116,9 @@ class AheadCollector:
                 self._enter(_Ready(None, phases, {}, error))
                 return
             self._enter(_Ready(batch, phases, copy.deepcopy(self.collector.mixture.state())))
+
+    def _may_begin(self, update: int) -> bool:
+        return self.pool.updates_published >= update - 1 - self.pool.settings.max_lag
 
     def _enter(self, found: _Ready) -> None:
         with self.pool.board.changed:

@@ -71,7 +71,7 @@ class Tally:
         known = len(gaps) > 0
         return {
             "tokens_trained": self.tokens,
-            "entropy": self.entropy / self.tokens if known else None,
+            "entropy": self.entropy / self.tokens if self.tokens else None,
             "logprob_gap": float(gaps.mean()) if known else None,
             "logprob_gap_absolute": float(gaps.abs().mean()) if known else None,
             "logprob_gap_p95": float(gaps.abs().sort().values[int(0.95 * (len(gaps) - 1))]) if known else None,
@@ -127,6 +127,8 @@ class Learner:
         several = learning.updates_per_batch * learning.minibatches > 1
         old = self._old_logprobs(batch, rows) if several else {}
         tally, reports, measured = Tally(), list[StepReport](), dict[str, Any]()
+        if several and self._mismatched(self._gaps(batch, old)):
+            return self._unused(len(rows), Tally(gaps=[self._gaps(batch, old)]))
         for turn in range(learning.updates_per_batch):
             for part in self._minibatches(batch, rows):
                 self._set_step_size(update)
@@ -134,15 +136,11 @@ class Learner:
                 tally = tally.joined(trained.everywhere(self.processes)) if turn == 0 else tally
                 if not part:
                     continue
-                if self._mismatched(tally):
-                    reports.append(self.rule.skip())
-                    measured["mismatched"] = True
-                    break
+                if not several and self._mismatched(torch.cat(tally.gaps)):
+                    return self._unused(len(rows), tally)
                 reports.append(self._step(batch, part, update, tally, measured))
                 if reports[-1].applied:
                     self.after_step()
-            if "mismatched" in measured:
-                break
         metrics = {"samples_trained": len(rows)} | tally.metrics(learning.mismatch_band) | measured
         if self.reference is not None:
             metrics["reference_kl"] = tally.reference_kl / max(1, tally.tokens)
@@ -154,12 +152,24 @@ class Learner:
             metrics["realised_compute"] = last.realised_compute
         return metrics
 
-    def _mismatched(self, tally: Tally) -> bool:
+    def _mismatched(self, gaps: Tensor) -> bool:
         """Whether the engine drew from another policy than is trained, so that nothing should be learned from it."""
-        if self.settings.rollout.replay is not None:
+        if self.settings.rollout.replay is not None or not len(gaps):
             return False
-        share = tally.outside(self.settings.learning.mismatch_band)
-        return share is not None and share > self.settings.learning.mismatch_share
+        outside = gaps.abs() > self.settings.learning.mismatch_band
+        return float(outside.double().mean()) > self.settings.learning.mismatch_share
+
+    def _gaps(self, batch: Batch, old: dict[int, Tensor]) -> Tensor:
+        """Rollout minus trainer log-probability of all tokens that are trained on."""
+        parts = [torch.tensor(batch.samples[row].rollout_logprobs) - value.cpu() for row, value in old.items()]
+        return torch.cat(parts) if parts else torch.zeros(0)
+
+    def _unused(self, trained: int, tally: Tally) -> dict[str, Any]:
+        """The metrics of a batch that nothing is learned from."""
+        report = self.rule.skip()
+        metrics = {"samples_trained": trained} | tally.metrics(self.settings.learning.mismatch_band)
+        metrics |= {"mismatched": True, "steps": 0, "steps_skipped": 1, "grad_norm": report.grad_norm}
+        return metrics | {"realised_stored": None, "realised_compute": None}
 
     def _step(self, batch: Batch, rows: list[int], update: int, tally: Tally, measured: dict[str, Any]) -> StepReport:
         """One step of the rule, under the KL budget if there is one; `measured` gets the latest step's KL metrics."""

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of runs that outgrow one process: trainers that share the weights, engines beside them."""
 
+import re
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from logra.config import check_section, setting
+
+_ADDRESS, _URL = r".+:\d+", r"https?://[^/\s]+(/\S*)?"
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,13 @@ class EngineSettings:
                 )
         if self.kind == "http" and not self.addresses:
             raise ValueError("engines.kind is 'http', but engines.addresses is empty; give the servers' URLs")
+        kind, form = ("URL", _URL) if self.kind == "http" else ("HOST:PORT", _ADDRESS)
+        for address in self.addresses:
+            if not re.fullmatch(form, address):
+                raise ValueError(
+                    f"engines.addresses has {address!r}; for kind {self.kind!r} each is a {kind}, such as "
+                    f"{'http://10.0.0.2:8000' if kind == 'URL' else '10.0.0.2:8200'}"
+                )
         if self.addresses and (self.count != 1 or self.devices):
             raise ValueError("engines.addresses names engines that run already; leave out engines.count and devices")
         if self.devices and len(self.devices) != self.count:

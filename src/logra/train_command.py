@@ -192,6 +192,11 @@ def _refuse_in_parts(settings: TrainSettings, processes: Processes) -> None:
     if processes.count == 1:
         return
     method, short = settings.method, settings.model.weights == "bfloat16"
+    if settings.engines.kind != "inside" and settings.parallel.timeout <= settings.engines.sync_timeout:
+        raise ValueError(
+            f"parallel.timeout is {settings.parallel.timeout:g}, but the first process may wait "
+            f"engines.sync_timeout {settings.engines.sync_timeout:g} s for an engine; raise the one or lower the other"
+        )
     if method.kl.budget is not None and method.kl.estimator == "jvp":
         raise ValueError("kl.estimator is 'jvp', which runs in one process; with several, use 'secant' or 'auto'")
     if method.name == "logra" and method.logra.others == "adamw" and short:
@@ -363,8 +368,12 @@ def evaluate(settings: TrainSettings) -> int:
     with contextlib.ExitStack() as stack:
         if pool is not None:
             stack.callback(pool.close)
-            pool.start(0, evaluator.prompts[0].ids)
-        found = evaluator()
+        try:
+            if pool is not None:
+                pool.start(0, evaluator.prompts[0].ids)
+            found = evaluator()
+        except SyncLost as error:
+            raise ValueError(f"the engines are lost: {error}") from error
     for each in found.right_and_wrong(2):
         sys.stdout.write(_shown(each))
     scores = asdict(found.result) | {"by_task": found.by_task, "greedy": found.greedy}

@@ -2,6 +2,7 @@
 
 import copy
 import queue
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -206,3 +207,71 @@ def test_requests_and_completions_travel_whole() -> None:
     logprobs = tuple(float(value) for value in torch.rand(3, dtype=torch.float64))
     there = Completions(3, [Sample(1, 2, (3,), (4, 5, 6), logprobs, "x", True)], None)
     assert Completions.from_bytes(there.to_bytes()) == there
+
+
+def test_a_full_state_that_falls_due_while_a_message_is_merged(made: list[Trainer]) -> None:
+    trainer = Trainer(count=1, max_lag=2, full_every=2)
+    made.append(trainer)
+    trainer.pool.start(0, (5, 7, 9))
+    gate: queue.Queue[None] = queue.Queue()
+    engine = trainer.engines[0]
+    engine.faults[engine.asked + 1] = waiting(gate)
+    trainer.update()  # its message is being merged
+    time.sleep(0.3)
+    trainer.update()  # all weights are due
+    gate.put(None)
+    trainer.pool.attend(trainer.pool._up)
+    assert trainer.pool.report.full == {"0": "due"}
+    assert plain(trainer.pool.generate(PROMPTS, SAMPLING, 3)) == plain(trainer.alone(SAMPLING, 3))
+
+
+def test_an_engine_many_messages_behind_gets_all_weights_instead(made: list[Trainer]) -> None:
+    trainer = Trainer(count=1, max_lag=20)
+    made.append(trainer)
+    trainer.pool.start(0, (5, 7, 9))
+    gate: queue.Queue[None] = queue.Queue()
+    engine = trainer.engines[0]
+    engine.faults[engine.asked + 1] = waiting(gate)
+    trainer.pool.ask(PROMPTS, SAMPLING, 1, 0)
+    time.sleep(0.3)
+    for _ in range(12):
+        trainer.update()
+    gate.put(None)
+    trainer.pool.attend(trainer.pool._up)
+    assert trainer.pool.report.full == {"0": "it is many messages behind"}
+    assert plain(trainer.pool.generate(PROMPTS, SAMPLING, 3)) == plain(trainer.alone(SAMPLING, 3))
+
+
+def test_nonsense_from_an_engine_does_not_end_its_thread(made: list[Trainer], monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(count=1)
+    made.append(trainer)
+    trainer.pool.start(0, (5, 7, 9))
+    link = trainer.pool.engines[0].link
+    ask, answers = link.ask, [ZeroDivisionError("nonsense"), LookupError("more of it")]
+
+    def nonsense(data: bytes, seconds: float) -> bytes:
+        if answers:
+            raise answers.pop()
+        return ask(data, seconds)
+
+    monkeypatch.setattr(link, "ask", nonsense)
+    trainer.update()
+    trainer.pool.attend(trainer.pool._up)
+    assert plain(trainer.pool.generate(PROMPTS, SAMPLING, 2)) == plain(trainer.alone(SAMPLING, 2))
+
+
+def test_an_engine_that_does_not_listen_yet_is_waited_for(made: list[Trainer]) -> None:
+    trainer = Trainer(count=1, restarts=0)
+    made.append(trainer)
+    engine, connect, refused = trainer.engines[0], trainer.engines[0].connect, [1, 2, 3]
+
+    def later(seconds: float) -> socket.socket:
+        if refused:
+            raise ConnectionRefusedError(f"nobody listens yet ({refused.pop()})")
+        return connect(seconds)
+
+    engine.connect = later  # type: ignore[method-assign]
+    trainer.pool.engines[0].link.connect = later  # type: ignore[attr-defined]
+    trainer.pool.start(0, (5, 7, 9))
+    assert not refused
+    assert trainer.pool.notices() == []

@@ -206,6 +206,32 @@ def test_an_engine_that_listens_already(tmp_path: Path) -> None:
             engine.kill()
 
 
+def test_eval_with_engines_of_every_method(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for chosen in ([], ["--method.name", "lora"]):
+        assert main(["eval", "--evaluation.problems", "8", "--model.compute", "fp32", *ENGINES, *chosen]) == 0
+    where = ["--engines.addresses", "['127.0.0.1:9']", "--engines.restarts", "0", "--engines.start_timeout", "0.5"]
+    capsys.readouterr()
+    assert main(["eval", "--evaluation.problems", "8", *ENGINES, *where]) == 2
+    assert (
+        "logra eval: the engines are lost: no engine is left. Engines were left out: 0 (127.0.0.1:9): "
+        in capsys.readouterr().err
+    )
+
+
+def test_with_minibatches_too_a_batch_of_another_policy_is_not_used(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    several = ["--learning.loss", "clipped", "--learning.minibatches", "2", "--learning.updates_per_batch", "2"]
+    edges = ["--learning.mismatch_band", "1e-12", "--learning.mismatch_share", "0.01"]
+    (line,) = updates(run(folder, "--run.updates", "3", *several, *edges, code=1))
+    assert line["mismatched"] is True
+    assert (line["steps"], line["steps_skipped"]) == (0, 1)
+    start = load_file(Path(__file__).parents[2] / "src" / "logra" / "tiny_policy" / "model.safetensors")
+    assert all(torch.equal(value.float(), start[name].float()) for name, value in weights(folder).items())
+    found = updates(run(tmp_path / "fine", "--run.updates", "2", *several, *ENGINES))
+    assert all(each["steps"] == 4 and each["sync"]["full_states"] == 0 for each in found)
+    assert all(each["logprob_gap_max"] < 1e-4 for each in found)
+
+
 def test_an_engine_that_cannot_start_ends_the_run_with_its_last_words(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -254,8 +280,8 @@ def test_a_batch_of_another_policy_ends_the_run_unused(tmp_path: Path, capsys: p
     [
         (["--engines.max_lag", "1"], "engines.max_lag would have no effect: engines.kind is 'inside'"),
         (["--engines.kind", "http"], "engines.addresses is empty; give the servers' URLs"),
-        (["--engines.kind", "http", "--engines.addresses", "[10.0.0.1:80]"], "a server's URL is such as http://"),
-        ([*ENGINES, "--engines.addresses", "[nowhere]"], "an address is HOST:PORT"),
+        (["--engines.kind", "http", "--engines.addresses", "[10.0.0.1:80]"], "each is a URL, such as http://"),
+        ([*ENGINES, "--engines.addresses", "[nowhere]"], "each is a HOST:PORT, such as"),
         ([*ENGINES, "--engines.addresses", "[a:1]", "--engines.count", "2"], "leave out engines.count and devices"),
         ([*ENGINES, "--engines.count", "2", "--engines.devices", "['4']"], "has 1 entries for 2 engines"),
         ([*ENGINES, "--engines.tensor_parallel", "2"], "are for vLLM engines that are started here"),

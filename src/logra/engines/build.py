@@ -38,7 +38,8 @@ def make_pool(
     """
     if settings.engines.kind == "inside":
         return None
-    engines = list(_engines(settings, policy)) if processes.first else []
+    engines: list[tuple[EngineLink, Kept]] = []
+    processes.of_first(lambda: engines.extend(_engines(settings, policy)))
     return EnginePool(_source(settings, policy, rule), engines, settings.engines, processes)
 
 
@@ -53,7 +54,7 @@ def _source(settings: TrainSettings, policy: Policy, rule: UpdateRule | None) ->
         return {stable_name(name): each for name, each in merged if id(each) not in own}
 
     changing = None
-    if settings.method.name == "lora":
+    if settings.method.name == "lora" and rule is not None:
         changing = {
             stable_name(name.replace(".base_layer.", "."))
             for name, _ in model.named_parameters()

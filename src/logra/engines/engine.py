@@ -15,6 +15,7 @@ from logra.scale_settings import EngineSettings
 from logra.sync.sender import Link, Pending
 
 PART_TRIES = 4
+_PAUSE_SECONDS = 1.0
 
 
 class EngineLink(Link, Protocol):
@@ -135,7 +136,10 @@ class Engine(threading.Thread):
     def run(self) -> None:
         """Until the pool closes, or it is left out."""
         while (job := self._next()) is not None:
-            job()
+            try:
+                job()
+            except Exception as error:  # an engine's nonsense must not end the thread that would bring it back
+                self.fails(f"{type(error).__name__}: {error}")
             with self.board.changed:
                 self.working = False
                 self.board.changed.notify_all()
@@ -163,23 +167,32 @@ class Engine(threading.Thread):
         return None
 
     def _reach(self) -> None:
-        try:
-            self.link.reach(self.settings.start_timeout)
-        except (OSError, ValueError) as error:
-            self.fails(str(error) or type(error).__name__)
-            return
+        """Once at first; after a failure that came at once, again and again until the time to start is over."""
+        deadline = time.monotonic() + self.settings.start_timeout
+        while True:
+            begun = time.monotonic()
+            try:
+                self.link.reach(max(0.1, deadline - begun))
+                break
+            except (OSError, ValueError) as error:
+                refused = isinstance(error, ConnectionRefusedError)  # nobody listens yet, or a moment ago it ended
+                if not refused or time.monotonic() + _PAUSE_SECONDS > deadline or self.board.closing:
+                    self.fails(str(error) or type(error).__name__)
+                    return
+            time.sleep(_PAUSE_SECONDS)
         with self.board.changed:
             if self.state == State.STARTING:
                 self.state = State.WANTS
 
     def _merge(self) -> None:
         start = time.perf_counter()
-        pending = self.pending[0]
+        with self.board.changed:
+            pending = self.pending.popleft()
         trouble = self.deliver(self.link, pending)
         with self.board.changed:
             self.merging_seconds += time.perf_counter() - start
             if trouble is None:
-                self.version = self.pending.popleft().version
+                self.version = pending.version
                 return
         self.fails(trouble, anew=trouble.startswith("no answer within"))
 
@@ -224,7 +237,7 @@ class Engine(threading.Thread):
         if anew:
             self.renew()
         with self.board.changed:
-            if self.board.closing:
+            if self.board.closing or self.state == State.RETIRED:
                 return
             self.failures += 1
             self.version, self.why = None, why

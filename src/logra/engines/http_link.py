@@ -32,16 +32,10 @@ class HttpLink:
         url: such as http://10.0.0.2:8000.
         tokenizer: decodes completions.
         end_ids: every id that ends one.
-
-    Raises:
-        ValueError: the URL is none.
     """
 
     def __init__(self, name: str, url: str, tokenizer: Any, end_ids: frozenset[int]) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"engines.addresses has {url!r}; a server's URL is such as http://10.0.0.2:8000")
-        self.name, self.url, self.tokenizer, self.end_ids = name, parts, tokenizer, end_ids
+        self.name, self.url, self.tokenizer, self.end_ids = name, urlsplit(url), tokenizer, end_ids
         self.model = ""
         self.version: int | None = None
 
@@ -88,15 +82,17 @@ class HttpLink:
         self.version = None
         body = {"method": "logra_answer", "args": [base64.b64encode(data).decode()], "timeout": seconds}
         answers = self._call("POST", "/collective_rpc", body, seconds)["results"]
-        if not self._call("POST", "/reset_prefix_cache", {}, seconds)["success"]:
-            raise ConnectionError("the prefix cache, made with other weights, could not be dropped")
         found = joined([Answer.from_bytes(each.encode()) for each in answers])
+        if found.version is not None:
+            dropped = self._call("POST", "/reset_prefix_cache?reset_running_requests=true", {}, seconds)
+            if not dropped["success"]:
+                raise ConnectionError("the prefix cache, made with other weights, could not be dropped")
         self.version = found.version
         return found.to_bytes()
 
     def _drawn(self, request: Request, seconds: float) -> Completions:
-        if self.version is None:
-            return Completions(None, (), "this server has no whole weights of the trainer yet")
+        if not self._has_version(seconds):
+            return Completions(None, (), "this server has no whole weights of the trainer yet, or no longer")
 
         def draw(prompt: Prompt) -> list[Sample] | str:
             ways = sampling_parameters(prompt, request.sampling, request.update, self.end_ids)
@@ -114,7 +110,15 @@ class HttpLink:
                 if isinstance(found, str):
                     return Completions(self.version, (), found)
                 samples += found
+        if not self._has_version(seconds):
+            return Completions(None, (), "this server was started again while it drew")
         return Completions(self.version, sorted(samples, key=lambda sample: sample.sample_id))
+
+    def _has_version(self, seconds: float) -> bool:
+        """Whether the server itself says that it has the version that it answered with last."""
+        body = {"method": "logra_version", "timeout": seconds}
+        found = set(self._call("POST", "/collective_rpc", body, seconds)["results"])
+        return self.version is not None and found == {str(self.version)}
 
     def _call(self, verb: str, path: str, body: dict[str, Any] | None, seconds: float) -> Any:
         kind = http.client.HTTPSConnection if self.url.scheme == "https" else http.client.HTTPConnection

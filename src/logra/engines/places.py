@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where an engine's process is: started here and started again when it is gone, or running already elsewhere."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -54,15 +55,10 @@ class Address(Elsewhere):
 
     Args:
         address: HOST:PORT.
-
-    Raises:
-        ValueError: it is none.
     """
 
     def __init__(self, address: str) -> None:
         self.host, _, port = address.rpartition(":")
-        if not self.host or not port.isdigit():
-            raise ValueError(f"engines.addresses has {address!r}; an address is HOST:PORT, such as 10.0.0.2:8200")
         self.port = int(port)
 
     def connect(self, seconds: float) -> socket.socket:
@@ -88,7 +84,7 @@ class Local:
         folder: str | None = None,
     ) -> None:
         self.announced, self.log = log.with_suffix(".address"), log
-        self.command = [*command, "--announce", str(self.announced), "--with-parent"]
+        self.command = [*command, "--announce", str(self.announced), "--with-parent", str(os.getpid())]
         self.environment, self.folder = dict(environment or {}), folder
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -123,6 +119,7 @@ class Local:
         return self.announced.read_text()
 
     def _start(self) -> None:
+        self._kill_rest()
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.announced.unlink(missing_ok=True)
         with self.log.open("ab") as log:
@@ -130,7 +127,7 @@ class Local:
                 self.command,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=os.environ | self.environment,
+                env=_without_torchrun() | self.environment,
                 cwd=self.folder,
                 start_new_session=True,
             )
@@ -153,12 +150,23 @@ class Local:
             except subprocess.TimeoutExpired:
                 self._signal(signal.SIGKILL)
 
+        self._kill_rest()
+
+    def _kill_rest(self) -> None:
+        """What it started may outlive it."""
+        self._signal(signal.SIGKILL)
+
     def _signal(self, number: signal.Signals) -> None:
-        """To the process and all that it started."""
-        if self.process is not None and self.process.poll() is None:
-            try:
-                os.killpg(self.process.pid, number)
-            except ProcessLookupError:
-                return
-            if number == signal.SIGKILL:
-                self.process.wait()
+        """To the process and all that it started, be it gone itself."""
+        if self.process is None:
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, number)
+        if number == signal.SIGKILL:
+            self.process.wait()
+
+
+def _without_torchrun() -> dict[str, str]:
+    """This process's variables, but for those that name its place among trainers."""
+    theirs = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_")
+    return {name: value for name, value in os.environ.items() if not name.startswith(theirs)}

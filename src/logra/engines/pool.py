@@ -24,8 +24,9 @@ from logra.rollout.engine import Prompt, Sampling
 from logra.scale_settings import EngineSettings
 from logra.sync.sender import Pending, Sender, Source, SyncLost, SyncReport, every
 
-_PAUSE_SECONDS = 30.0  # after which processes that wait for the first one hear of it
+_PAUSE_SECONDS = 5.0  # after which processes that wait for the first one hear of it
 _JUDGED_PARTS = 3
+_MOST_PENDING = 8  # messages that wait for one engine; beyond them all weights are less
 
 
 class EnginePool:
@@ -97,8 +98,8 @@ class EnginePool:
             every_so_often = self.settings.full_every
             due = every_so_often > 0 and any(each.version % every_so_often == 0 for each in fresh)
             for engine in self.engines:
-                if engine.state == State.READY and due:
-                    engine.state, engine.why = State.WANTS, "due"
+                if engine.state == State.READY and (due or len(engine.pending) + len(fresh) > _MOST_PENDING):
+                    engine.state, engine.why = State.WANTS, "due" if due else "it is many messages behind"
                     engine.pending.clear()
                 elif engine.state == State.READY:
                     engine.pending.extend(fresh)

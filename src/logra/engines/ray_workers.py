@@ -7,7 +7,9 @@ the model and this package must be where every node sees them. Imported only wit
 """
 
 import contextlib
+import math
 import os
+import queue
 import signal
 import socket
 import subprocess
@@ -23,11 +25,13 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from logra.engines.places import Local, Place
+from logra.parallel.launch import GRACE_SECONDS
 from logra.run_settings import TrainSettings
 
 NAMESPACE = "logra"
 _PLACED_SECONDS = 120.0
 _PAUSE_SECONDS = 0.2
+_END_SECONDS = 10.0
 
 
 class _Keeper:
@@ -55,8 +59,9 @@ class _Trainer:
     """An actor: one trainer process on the node that Ray gave it."""
 
     def __init__(self) -> None:
-        self.output: list[bytes] = []
+        self.output: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self.process: subprocess.Popen[bytes] | None = None
+        self.reader: threading.Thread | None = None
 
     def host_and_port(self) -> tuple[str, int]:
         """Of this node, and a port that is free there."""
@@ -73,18 +78,24 @@ class _Trainer:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        threading.Thread(target=self._read, daemon=True).start()
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
 
     def _read(self) -> None:
         assert self.process is not None and self.process.stdout is not None
         while part := os.read(self.process.stdout.fileno(), 1 << 16):
-            self.output.append(part)
+            self.output.put(part)
 
     def poll(self) -> tuple[bytes, int | None]:
         """What it printed since the last call, and its exit code if it has ended."""
-        assert self.process is not None
+        assert self.process is not None and self.reader is not None
         code = self.process.poll()
-        found, self.output = self.output, []
+        if code is not None:
+            self.reader.join(_END_SECONDS)
+        found = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                found.append(self.output.get_nowait())
         return b"".join(found), code
 
     def signal(self, number: int) -> None:
@@ -136,8 +147,8 @@ def _as_os_errors(late: str) -> Iterator[None]:
         raise TimeoutError(late) from error
     except ray.exceptions.RayTaskError as error:
         raise ConnectionError(str(error.cause or error)) from error
-    except ray.exceptions.RayError as error:
-        raise ConnectionError(f"{type(error).__name__}: {error}") from error
+    except ray.exceptions.RayError as error:  # the actor is being started again
+        raise ConnectionRefusedError(f"{type(error).__name__}: {error}") from error
 
 
 def placed_engines(settings: TrainSettings) -> list[tuple[str, Place]]:
@@ -153,7 +164,7 @@ def placed_engines(settings: TrainSettings) -> list[tuple[str, Place]]:
     for number in range(settings.engines.count):
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=trainers + number)
         actor = ray.remote(_Keeper).options(
-            num_cpus=1,
+            num_cpus=_cores(trainers + settings.engines.count),
             num_gpus=_gpus(settings) * settings.engines.tensor_parallel,
             scheduling_strategy=strategy,
             max_restarts=-1,
@@ -180,9 +191,10 @@ def launch_by_ray(count: int, arguments: Sequence[str], settings: TrainSettings)
     started = "RAY_ADDRESS" not in os.environ
     gpus = _gpus(settings)
     engines = 0 if settings.engines.kind == "inside" or settings.engines.addresses else settings.engines.count
-    bundles = [{"CPU": 1.0} | ({"GPU": 1.0} if gpus else {}) for _ in range(count)]
+    cores = _cores(count + engines)
+    bundles = [{"CPU": cores} | ({"GPU": 1.0} if gpus else {}) for _ in range(count)]
     room = float(settings.engines.tensor_parallel)
-    bundles += [{"CPU": 1.0} | ({"GPU": room} if gpus else {}) for _ in range(engines)]
+    bundles += [{"CPU": cores} | ({"GPU": room} if gpus else {}) for _ in range(engines)]
     group = placement_group(bundles, strategy="PACK", name=_group_name(settings))
     try:
         if not group.wait(_PLACED_SECONDS):
@@ -190,18 +202,18 @@ def launch_by_ray(count: int, arguments: Sequence[str], settings: TrainSettings)
                 f"Ray found no room within {_PLACED_SECONDS:g} s for {count} trainer processes and {engines} engines "
                 f"({bundles}); it has {ray.available_resources()}"
             )
-        return _run(count, arguments, group, bool(gpus))
+        return _run(count, arguments, group, cores, bool(gpus))
     finally:
         remove_placement_group(group)
         if started:
             ray.shutdown()
 
 
-def _run(count: int, arguments: Sequence[str], group: Any, gpus: bool) -> int:
+def _run(count: int, arguments: Sequence[str], group: Any, cores: float, gpus: bool) -> int:
     trainers = []
     for number in range(count):
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number)
-        actor = ray.remote(_Trainer).options(num_cpus=1, num_gpus=int(gpus), scheduling_strategy=strategy)
+        actor = ray.remote(_Trainer).options(num_cpus=cores, num_gpus=int(gpus), scheduling_strategy=strategy)
         trainers.append(actor.remote())
     host, port = ray.get(trainers[0].host_and_port.remote())
     hosts = [each[0] for each in ray.get([trainer.host_and_port.remote() for trainer in trainers])]
@@ -235,8 +247,14 @@ def _run(count: int, arguments: Sequence[str], group: Any, gpus: bool) -> int:
 def _watch(trainers: list[Any]) -> int:
     """Pass on what they print; the exit code of the first one that failed, else 0."""
     codes: dict[int, int] = {}
+    deadline = float("inf")
     while len(codes) < len(trainers):
         time.sleep(_PAUSE_SECONDS)
+        if any(codes.values()) and deadline == float("inf"):
+            deadline = time.monotonic() + GRACE_SECONDS
+        if time.monotonic() > deadline:  # they wait for the one that failed
+            for trainer in trainers:
+                trainer.signal.remote(signal.SIGKILL)
         for number, trainer in enumerate(trainers):
             if number in codes:
                 continue
@@ -254,6 +272,12 @@ def _watch(trainers: list[Any]) -> int:
 def _gpus(settings: TrainSettings) -> int:
     """GPUs of one trainer process: none where the model runs on processors."""
     return 0 if settings.model.device == "cpu" or not _cluster_has_gpus() else 1
+
+
+def _cores(processes: int) -> float:
+    """That Ray reserves for each: one, or less where there are fewer than processes."""
+    there = float(ray.cluster_resources().get("CPU", 1))
+    return min(1.0, math.floor(100 * there / processes) / 100)
 
 
 def _cluster_has_gpus() -> bool:

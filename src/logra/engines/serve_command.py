@@ -23,14 +23,14 @@ _PAUSE_SECONDS = 1.0
 _CPU_OPTIONS = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 30, "enable_chunked_prefill": False}
 
 
-def serve_engine(settings: TrainSettings, listen: str, announce: str | None, with_parent: bool) -> int:
+def serve_engine(settings: TrainSettings, listen: str, announce: str | None, with_parent: int) -> int:
     """Load the model, listen, and answer until the process is ended.
 
     Args:
         settings: of the run; the sections model, rollout and engines matter.
         listen: HOST:PORT; port 0 takes a free one.
         announce: a file that gets HOST:PORT once the engine listens.
-        with_parent: end when the process that started this one does.
+        with_parent: number of the process that this one ends with; 0: none.
 
     Raises:
         ValueError: no engine of a process of its own is asked for, or the model cannot be loaded.
@@ -39,7 +39,7 @@ def serve_engine(settings: TrainSettings, listen: str, announce: str | None, wit
     if not host or not port.isdigit():
         raise ValueError(f"listen is {listen!r}; it must be HOST:PORT, such as 0.0.0.0:8200")
     if with_parent:
-        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+        threading.Thread(target=_end_with, args=(with_parent,), daemon=True).start()
     made = make_host(settings)
     with socket.create_server((host, int(port))) as listener:
         address = f"{host}:{listener.getsockname()[1]}"

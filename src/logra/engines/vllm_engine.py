@@ -52,6 +52,11 @@ class SyncWorker(Worker):
             self._told = ToldReplica(self._made)
         return self._told(data).to_bytes().decode()
 
+    def logra_version(self) -> str:
+        """Of the weights that it has; "None" while they are not whole."""
+        replica = self._told.replica if self._told is not None else None
+        return str(None if replica is None else replica.version)
+
     def _made(self, layout: Layout) -> Replica:
         from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 

@@ -25,6 +25,11 @@ def sampling_parameters(prompt: Prompt, sampling: Sampling, update: int, end_ids
         "ignore_eos": True,
         "skip_special_tokens": False,
         "seed": seed,
+        # A server would take these from the model's generation settings, and draw from another policy.
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "min_p": 0.0,
         "logprobs": 0,
     }
 

@@ -28,8 +28,8 @@ def fused_slices(
     Raises:
         ValueError: a weight is there with a shape that no division explains.
     """
-    shapes = {f"{each.name}.weight": (each.rows, each.columns) for each in layout.weights}
-    found = _found(shapes, parameters, place, parts)
+    names = [f"{each.name}.weight" for each in layout.weights]
+    found = _found(names, layout, parameters, place, parts)
     return {name.removesuffix(".weight"): slices for name, slices in found.items()}
 
 
@@ -37,23 +37,30 @@ def fused_whole(
     layout: Layout, parameters: Mapping[str, Tensor], place: int = 0, parts: int = 1
 ) -> dict[str, list[Slice]]:
     """The same for the tensors that travel whole: biases, norms and embeddings too."""
-    return _found({each.name: each.shape for each in layout.whole}, parameters, place, parts)
+    return _found([each.name for each in layout.whole], layout, parameters, place, parts)
 
 
 def fused_frozen(
     layout: Layout, parameters: Mapping[str, Tensor], place: int = 0, parts: int = 1
 ) -> dict[str, list[Slice]]:
     """The same for the tensors that never change."""
-    return _found({name: shape for name, _, shape in layout.frozen}, parameters, place, parts)
+    return _found([name for name, _, _ in layout.frozen], layout, parameters, place, parts)
+
+
+def _shapes(layout: Layout) -> dict[str, Sequence[int]]:
+    """Of all that the trainer has: what is fused with a weight may be frozen."""
+    shapes: dict[str, Sequence[int]] = {f"{each.name}.weight": (each.rows, each.columns) for each in layout.weights}
+    return shapes | {each.name: each.shape for each in layout.whole} | {name: shape for name, _, shape in layout.frozen}
 
 
 def _found(
-    shapes: Mapping[str, Sequence[int]], parameters: Mapping[str, Tensor], place: int, parts: int
+    names: Sequence[str], layout: Layout, parameters: Mapping[str, Tensor], place: int, parts: int
 ) -> dict[str, list[Slice]]:
     found: dict[str, list[Slice]] = {}
-    for name, shape in shapes.items():
+    shapes = _shapes(layout)
+    for name in names:
         if name in parameters:
-            found[name] = [_own(name, shape, parameters[name], place, parts)]
+            found[name] = [_own(name, shapes[name], parameters[name], place, parts)]
             continue
         layer, _, kind = name.rpartition(".")
         parent, _, leaf = layer.rpartition(".")
@@ -70,6 +77,11 @@ def _own(name: str, shape: Sequence[int], held: Tensor, place: int, parts: int) 
     """A tensor of its own: whole, divided along one dimension, or rows of a vocabulary with padding behind them."""
     rows, columns = as_rows(shape)
     mine = as_slice(held)
+    if parts > 1 and name.split(".")[-2] in FUSED:
+        raise ValueError(
+            f"{name} is fused in the trainer's model too, so that its parts in an engine are not rows that follow each "
+            f"other; use tensor_parallel 1"
+        )
     count, width = mine.computing.shape
     if (count, width) == (rows, columns):
         return Slice(mine.computing, range(rows), range(columns), counted=place == 0)

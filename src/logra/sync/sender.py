@@ -185,7 +185,7 @@ class Sender:
         """Send a message; what is wrong with the answer, or None. From any thread; it does not look at weights."""
         try:
             answer = Answer.from_bytes(link.ask(pending.data, self.seconds))
-        except (OSError, ValueError, TypeError) as error:
+        except Exception as error:  # whatever it is, a full state follows
             return self._no_answer(error)
         return _wrong(answer, pending.version, pending.digest)
 
@@ -238,7 +238,7 @@ class Sender:
     def _asked(self, work: Callable[[], str | None]) -> str | None:
         try:
             return work()
-        except (OSError, ValueError, TypeError) as error:
+        except Exception as error:  # whatever it is, a full state follows
             return self._no_answer(error)
 
     def _no_answer(self, error: Exception) -> str:
