@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from logra.native import native
 from logra.optim.digest import MASK, digest_of, name_key
+from logra.sync import held as held_module
 from logra.sync.full import full_pieces
 from logra.sync.held import HeldWeight, Slice
 from logra.sync.layout import Layout, WeightLayout
@@ -142,3 +144,32 @@ def test_a_sparse_patch_loses_nothing(share: float) -> None:
     patch = sparse_patch(before, after)
     assert torch.equal(patched(before, patch), after)
     assert len(patch) <= 3.5 * int((before != after).sum()) + 200
+
+
+@pytest.mark.skipif(native is None, reason="the compiled helper was not built")
+def test_the_compiled_helper_keeps_the_same_low_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random values, all of a range, and far more ties than are expected; written by one way, read by the other."""
+    generator = torch.Generator().manual_seed(0)
+    ties = torch.full((64, 4096), 0x3F818000, dtype=torch.int32).view(torch.float32)
+    some = torch.randn(64, 4096, generator=generator)
+    every = torch.arange(0x3F800000, 0x3F800000 + 64 * 4096, dtype=torch.int32).view(torch.float32).view(64, 4096)
+    for values in (some, every, -every, ties):
+        held = {}
+        for way, compiled in (("native", native), ("plain", None)):
+            monkeypatch.setattr(held_module, "native", compiled)
+            computing = torch.zeros(64, 4096, dtype=torch.bfloat16)
+            one = HeldWeight(WeightLayout("w", 64, 4096, 1, "w", "fp32"), Slice(computing, range(64), range(4096)), 0)
+            one.load(values)
+            held[way] = one
+        low = {way: one.low for way, one in held.items()}
+        assert low["native"] is not None
+        assert low["plain"] is not None
+        assert torch.equal(low["native"], low["plain"])
+        assert torch.equal(held["native"].held.computing, held["plain"].held.computing)
+        for rows in held["plain"].blocks():
+            mine, theirs = (held[way]._ties.get(rows.start, torch.zeros(0)) for way in ("native", "plain"))
+            assert mine.sort().values.tolist() == theirs.tolist()
+        for reader, compiled in (("plain", native), ("native", None)):
+            monkeypatch.setattr(held_module, "native", compiled)
+            got = torch.cat([held[reader]._read(rows) for rows in held[reader].blocks()])
+            assert torch.equal(got.view(torch.int32), values.view(torch.int32))
