@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import engine_processes
+
 ROOT = Path(__file__).parents[1]
 QUICK = [
     "--rollout.prompts", "4", "--rollout.samples", "4", "--rollout.max_tokens", "6", "--evaluation.problems", "16",
@@ -37,18 +39,6 @@ def updates(folder: Path) -> list[dict[str, Any]]:
 
 def logs(folder: Path) -> str:
     return "".join(path.read_text()[-4000:] for path in (folder / "engines").glob("*.log"))
-
-
-def engine_processes(folder: Path) -> list[int]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if b"engine" in words and str(folder / "engines" / "settings.json").encode() in words:
-            found.append(int(path.parent.name))
-    return sorted(found)
 
 
 def assert_synced(found: list[dict[str, Any]], nats: float = 1e-4) -> None:

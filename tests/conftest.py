@@ -91,3 +91,16 @@ def latest(source: Any) -> tuple[bytes, int]:
     found = source.message()
     assert found is not None
     return found
+
+
+def engine_processes(folder: Path) -> list[int]:
+    """Of a run's engines that are alive."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"engine" in words and str(folder / "engines" / "settings.json").encode() in words:
+            found.append(int(path.parent.name))
+    return sorted(found)

@@ -104,6 +104,8 @@ def fall_silent(seconds: float = 3600.0) -> Callable[[], None]:
     return lambda: time.sleep(seconds)
 
 
-def waiting(gate: "queue.Queue[None]") -> Callable[[], None]:
-    """An engine that goes on once the test lets it."""
-    return lambda: gate.get()
+def gate_before_next(engine: NearEngine) -> "queue.Queue[None]":
+    """What holds the engine's next answer up until something is put into it."""
+    gate: queue.Queue[None] = queue.Queue()
+    engine.faults[engine.asked + 1] = lambda: gate.get()
+    return gate

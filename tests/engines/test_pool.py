@@ -1,7 +1,6 @@
 """Several engines as one: prompts are spread, every update arrives, and what falls out comes back or is left out."""
 
 import copy
-import queue
 import socket
 import threading
 import time
@@ -18,7 +17,7 @@ from logra.rl.batch import Sample
 from logra.rollout.engine import Prompt, Sampling
 from logra.sync.sender import SyncLost
 from tests.conftest import tiny_llama
-from tests.engines.near import PROMPTS, SAMPLING, NearEngine, Trainer, fall_silent, waiting
+from tests.engines.near import PROMPTS, SAMPLING, NearEngine, Trainer, fall_silent, gate_before_next
 
 
 @pytest.fixture
@@ -170,9 +169,7 @@ def test_draws_ahead_start_at_the_oldest_version_allowed(made: list[Trainer]) ->
     trainer = Trainer(count=1, max_lag=1)
     made.append(trainer)
     trainer.pool.start(0, (5, 7, 9))
-    gate: queue.Queue[None] = queue.Queue()
-    engine = trainer.engines[0]
-    engine.faults[engine.asked + 1] = waiting(gate)
+    gate = gate_before_next(trainer.engines[0])
     old = trainer.alone(SAMPLING, 1)
     first = trainer.pool.ask(PROMPTS, SAMPLING, 1, trainer.pool.version_after(-1))
     second = trainer.pool.ask(PROMPTS, replace(SAMPLING, seed=1), 2, 1)
@@ -213,9 +210,7 @@ def test_a_full_state_that_falls_due_while_a_message_is_merged(made: list[Traine
     trainer = Trainer(count=1, max_lag=2, full_every=2)
     made.append(trainer)
     trainer.pool.start(0, (5, 7, 9))
-    gate: queue.Queue[None] = queue.Queue()
-    engine = trainer.engines[0]
-    engine.faults[engine.asked + 1] = waiting(gate)
+    gate = gate_before_next(trainer.engines[0])
     trainer.update()  # its message is being merged
     time.sleep(0.3)
     trainer.update()  # all weights are due
@@ -229,9 +224,7 @@ def test_an_engine_many_messages_behind_gets_all_weights_instead(made: list[Trai
     trainer = Trainer(count=1, max_lag=20)
     made.append(trainer)
     trainer.pool.start(0, (5, 7, 9))
-    gate: queue.Queue[None] = queue.Queue()
-    engine = trainer.engines[0]
-    engine.faults[engine.asked + 1] = waiting(gate)
+    gate = gate_before_next(trainer.engines[0])
     trainer.pool.ask(PROMPTS, SAMPLING, 1, 0)
     time.sleep(0.3)
     for _ in range(12):

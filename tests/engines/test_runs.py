@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from logra.cli import main
 from logra.metrics import METRICS
-from tests.conftest import wait_for_lines
+from tests.conftest import engine_processes, wait_for_lines
 
 QUICK = [
     "--rollout.prompts", "4", "--rollout.samples", "4", "--rollout.max_tokens", "6", "--evaluation.problems", "8",
@@ -42,19 +42,6 @@ def updates(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model" / "model.safetensors")
-
-
-def engine_processes(folder: Path) -> list[int]:
-    """Of a run's engines that are alive."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if b"engine" in words and str(folder / "engines" / "settings.json").encode() in words:
-            found.append(int(path.parent.name))
-    return found
 
 
 @pytest.fixture(scope="module")
