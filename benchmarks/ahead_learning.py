@@ -3,8 +3,8 @@
 
     python -m benchmarks.ahead_learning
 
-Recipe tiny for 40 updates, one Hugging Face engine in a process of its own; held-out pass@1 before and after. Written to
-ahead_learning.json, run by run.
+Recipe tiny for 40 updates, one Hugging Face engine in a process of its own; held-out pass@1 before and after. Written
+to ahead_learning.json, run by run.
 """
 
 import argparse
