@@ -226,6 +226,25 @@ def syncs() -> str:
     return "\n".join(lines)
 
 
+def ahead() -> str:
+    """Held-out scores by lag."""
+    found = result("ahead_learning")
+    lines = [
+        f"`{found['command']}`: the tiny task, {found['settings']['updates']} updates; held-out pass@1 before and "
+        f"after, and the mean gap between rollout and trainer log-probabilities.",
+        "",
+        "| largest lag | seed 0 | seed 1 | seed 2 | gap, nats | gain over that of lag 0 |",
+        "| --- |" + " --- |" * 5,
+    ]
+    for lag in dict.fromkeys(row["lag"] for row in found["rows"]):
+        rows = [row for row in found["rows"] if row["lag"] == lag]
+        scores = [f"{row['before']:.2f} → {row['after']:.2f}" for row in rows]
+        gap = statistics.mean(row["logprob_gap_absolute"] for row in rows)
+        gain = found["ratios"].get(f"gain_lag_{lag}_over_sync", 1.0)
+        lines.append(f"| {max(row['largest_lag'] for row in rows)} | {' | '.join(scores)} | {gap:.1e} | {gain:.2f} |")
+    return "\n".join(lines)
+
+
 def paper_plan() -> str:
     """Plan, PyTorch's tracker and the paper, for the paper's models."""
     found = result("plan_paper")
@@ -279,6 +298,7 @@ PLACES = (
     ("docs/processes.md", "two processes", two_processes),
     ("docs/scaling.md", "sizing", sizing),
     ("docs/scaling.md", "syncs", syncs),
+    ("docs/scaling.md", "ahead", ahead),
     ("docs/reference.md", "all settings", all_settings),
     ("docs/reference.md", "metrics", metrics),
     ("docs/reference.md", "alarms", alarms),
