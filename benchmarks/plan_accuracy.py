@@ -67,7 +67,10 @@ def settings_of(method: str, weights: str, storage: str, compute: str, checkpoin
         model=ModelSettings(weights=weights, compute=compute, gradient_checkpointing=checkpointing),
         rollout=RolloutSettings(prompts=3 * LINES, samples=1, max_tokens=COMPLETION),
         learning=LearningSettings(
-            advantage="running_baseline", skip_equal_groups=False, micro_batch_tokens=LINES * (PROMPT + COMPLETION)
+            advantage="running_baseline",
+            skip_equal_groups=False,
+            micro_batch_tokens=LINES * (PROMPT + COMPLETION),
+            mismatch_share=1.0,  # the responses are made up
         ),
         method=MethodSettings(name=method, logra=logra, lora_rank=64),
     )

@@ -75,7 +75,11 @@ def settings_of(method: str, compute: str = "fp32") -> TrainSettings:
         model=ModelSettings(name=MODEL, compute=compute, gradient_checkpointing=True, device="cpu"),
         rollout=RolloutSettings(prompts=PARTS * LINES, samples=1, max_tokens=COMPLETION),
         learning=LearningSettings(
-            advantage="running_baseline", skip_equal_groups=False, micro_batch_tokens=tokens, share_prompts=False
+            advantage="running_baseline",
+            skip_equal_groups=False,
+            micro_batch_tokens=tokens,
+            share_prompts=False,
+            mismatch_share=1.0,  # the responses are made up
         ),
         method=replace(MethodSettings(), name=method, lr=1e-5),
         evaluation=EvaluationSettings(problems=1, every=0),
