@@ -26,8 +26,8 @@ class AheadEngine:
     thread than the main one.
     """
 
-    def __init__(self, pool: EnginePool, max_lag: int) -> None:
-        self.pool, self.max_lag = pool, max_lag
+    def __init__(self, pool: EnginePool) -> None:
+        self.pool = pool
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, update: int) -> list[Sample]:
         """All samples of all prompts, ordered by sample id.
@@ -36,10 +36,15 @@ class AheadEngine:
             Closed: the run is over.
         """
         pool = self.pool
-        ticket = pool.ask(prompts, sampling, update, pool.version_after(update - 1 - self.max_lag))
+        ticket = pool.ask(prompts, sampling, update, pool.version_after(oldest(pool, update)))
         if not pool.wait_for(lambda: ticket.done):
             raise Closed
         return pool.result(ticket)
+
+
+def oldest(pool: EnginePool, update: int) -> int:
+    """The update after which the weights that draw a batch may have been current at the earliest."""
+    return update - 1 - pool.settings.max_lag
 
 
 @dataclass(frozen=True)
@@ -118,7 +123,7 @@ class AheadCollector:
             self._enter(_Ready(batch, phases, copy.deepcopy(self.collector.mixture.state())))
 
     def _may_begin(self, update: int) -> bool:
-        return self.pool.updates_published >= update - 1 - self.pool.settings.max_lag
+        return self.pool.updates_published >= oldest(self.pool, update)
 
     def _enter(self, found: _Ready) -> None:
         with self.pool.board.changed:

@@ -60,7 +60,7 @@ class Trainer:
         self.pool = engine if isinstance(engine, EnginePool) else None
         self.collect: Collector | AheadCollector
         if self.pool is not None and settings.engines.max_lag:
-            ahead = recorded(AheadEngine(self.pool, settings.engines.max_lag), settings, self.processes)
+            ahead = recorded(AheadEngine(self.pool), settings, self.processes)
             alone = Collector(settings, policy, ahead, self.mixture)
             self.collect = AheadCollector(alone, self.pool, settings.run.updates, self.processes)
         else:

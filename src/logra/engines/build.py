@@ -87,7 +87,7 @@ def _local(settings: TrainSettings, number: int) -> Local:
     if chosen_device(settings.model) == "cuda":
         environment = {"CUDA_VISIBLE_DEVICES": devices_of(settings, number)}
     else:
-        environment = {"OMP_NUM_THREADS": str(settings.engines.threads or threads_each(settings.engines))}
+        environment = {"OMP_NUM_THREADS": str(engine_threads(settings.engines))}
     command = [*engine_command(settings, folder), "--listen", "127.0.0.1:0"]
     return Local(command, folder / f"engine-{number}.log", environment)
 
@@ -96,6 +96,11 @@ def threads_each(engines: EngineSettings) -> int:
     """Processor threads of the trainer and of each engine: all if they take turns, a share each if they do not."""
     cores = os.cpu_count() or 1
     return max(1, cores // (1 + engines.count)) if engines.max_lag else cores
+
+
+def engine_threads(engines: EngineSettings) -> int:
+    """Processor threads of an engine that is started."""
+    return engines.threads or threads_each(engines)
 
 
 def engine_command(settings: TrainSettings, folder: Path) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Protocol
 from logra.engines.requests import Completions, Request
 from logra.rl.batch import Sample
 from logra.scale_settings import EngineSettings
-from logra.sync.sender import Link, Pending
+from logra.sync.sender import Link, Pending, Trouble
 
 PART_TRIES = 4
 _PAUSE_SECONDS = 1.0
@@ -114,7 +114,7 @@ class Engine(threading.Thread):
         link: EngineLink,
         renew: Callable[[], None],
         board: Board,
-        deliver: Callable[[Link, Pending], str | None],
+        deliver: Callable[[Link, Pending], Trouble | None],
         update_of: Callable[[int], int],
         settings: EngineSettings,
     ) -> None:
@@ -194,14 +194,14 @@ class Engine(threading.Thread):
             if trouble is None:
                 self.version = pending.version
                 return
-        self.fails(trouble, anew=trouble.startswith("no answer within"))
+        self.fails(trouble.why, anew=trouble.late)
 
     def _draw(self, part: Part) -> None:
         start = time.perf_counter()
         try:
             answer = self.link.ask(part.request.to_bytes(), self.settings.rollout_timeout)
             found = Completions.from_bytes(answer)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except Exception as error:  # whatever it is, others draw the part
             self._give_back(part, str(error) or type(error).__name__)
             late = isinstance(error, TimeoutError)
             said = f"no completions within {self.settings.rollout_timeout:g} s" if late else f"no completions ({error})"

@@ -48,9 +48,8 @@ class HttpLink:
         deadline = time.monotonic() + seconds
         while True:
             try:
-                self.model = self._call("GET", "/v1/models", None, max(0.1, deadline - time.monotonic()))["data"][0][
-                    "id"
-                ]
+                models = self._call("GET", "/v1/models", None, max(0.1, deadline - time.monotonic()))
+                self.model = models["data"][0]["id"]
                 return
             except OSError as error:
                 if time.monotonic() + _PAUSE_SECONDS > deadline:
@@ -64,9 +63,7 @@ class HttpLink:
             OSError: it does not answer.
             ValueError: it has no use for the layout.
         """
-        answer = Answer.from_bytes(self.ask(layout.encode(), seconds))
-        if answer.refusal is not None:
-            raise ValueError(f"replica {self.name}: {answer.refusal}")
+        Answer.from_bytes(self.ask(layout.encode(), seconds)).accepted(self.name)
 
     def close(self) -> None:
         """Nothing is kept open."""

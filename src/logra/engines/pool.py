@@ -22,7 +22,7 @@ from logra.parallel.processes import Processes
 from logra.rl.batch import Sample
 from logra.rollout.engine import Prompt, Sampling
 from logra.scale_settings import EngineSettings
-from logra.sync.sender import Pending, Sender, Source, SyncLost, SyncReport, every
+from logra.sync.sender import Pending, Sender, Source, SyncLost, SyncReport, Trouble, every
 
 _PAUSE_SECONDS = 5.0  # after which processes that wait for the first one hear of it
 _JUDGED_PARTS = 3
@@ -95,8 +95,7 @@ class EnginePool:
         with self.board.changed:
             self._versions.append(self.source.version)
             self.report.bytes += sum(len(each.data) for each in fresh)
-            every_so_often = self.settings.full_every
-            due = every_so_often > 0 and any(each.version % every_so_often == 0 for each in fresh)
+            due = any(self.sender.is_due(each) for each in fresh)
             for engine in self.engines:
                 if engine.state == State.READY and (due or len(engine.pending) + len(fresh) > _MOST_PENDING):
                     engine.state, engine.why = State.WANTS, "due" if due else "it is many messages behind"
@@ -239,12 +238,12 @@ class EnginePool:
                 self.board.changed.wait(_PAUSE_SECONDS)
         return None
 
-    def _enter(self, places: Sequence[int], wrong: dict[int, str]) -> None:
+    def _enter(self, places: Sequence[int], wrong: dict[int, Trouble]) -> None:
         for place in places:
             engine = self.engines[place]
             self.report.full[engine.link.name] = engine.why
             if place in wrong:
-                engine.fails(wrong[place], anew=wrong[place].startswith("no answer within"))
+                engine.fails(wrong[place].why, anew=wrong[place].late)
                 continue
             with self.board.changed:
                 engine.state, engine.version = State.READY, self.source.version

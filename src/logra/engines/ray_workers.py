@@ -39,7 +39,7 @@ class _Keeper:
 
     def __init__(self, command: Sequence[str], log: str, folder: str, threads: int) -> None:
         host = ray.util.get_node_ip_address()
-        environment = {"OMP_NUM_THREADS": str(threads or os.cpu_count() or 1)}  # Ray would have one each
+        environment = {"OMP_NUM_THREADS": str(threads)}  # Ray would have one each
         self.local = Local([*command, "--listen", f"{host}:0"], Path(log), environment, folder)
 
     def address(self, seconds: float) -> str:
@@ -153,7 +153,7 @@ def _as_os_errors(late: str) -> Iterator[None]:
 
 def placed_engines(settings: TrainSettings) -> list[tuple[str, Place]]:
     """The engines that `launch_by_ray` reserved room for, from within a trainer process."""
-    from logra.engines.build import engine_command, threads_each
+    from logra.engines.build import engine_command, engine_threads
 
     ray.init(address=os.environ.get("RAY_ADDRESS", "auto"), namespace=NAMESPACE, log_to_driver=False)
     folder = (Path(settings.run.folder) / "engines").resolve()
@@ -171,7 +171,7 @@ def placed_engines(settings: TrainSettings) -> list[tuple[str, Place]]:
             max_task_retries=0,
         )
         log = str(folder / f"engine-{number}.log")
-        keeper = actor.remote(command, log, os.getcwd(), settings.engines.threads or threads_each(settings.engines))
+        keeper = actor.remote(command, log, os.getcwd(), engine_threads(settings.engines))
         found.append((str(number), RayPlace(keeper)))
     return found
 

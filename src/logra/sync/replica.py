@@ -44,6 +44,15 @@ class Answer:
         """As it came."""
         return cls(**json.loads(data))
 
+    def accepted(self, name: str) -> None:
+        """Nothing, if a replica took what it was told.
+
+        Raises:
+            ValueError: it did not.
+        """
+        if self.refusal is not None:
+            raise ValueError(f"replica {name}: {self.refusal}")
+
 
 class Replica:
     """The weights of one engine, or of one of its tensor-parallel parts.

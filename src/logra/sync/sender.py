@@ -92,6 +92,19 @@ class SyncLost(RuntimeError):
 
 
 @dataclass(frozen=True)
+class Trouble:
+    """What is wrong with an answer.
+
+    Attributes:
+        why: in words.
+        late: none came in time, so that the replica may hang.
+    """
+
+    why: str
+    late: bool = False
+
+
+@dataclass(frozen=True)
 class Pending:
     """A message on its way: what a replica has after it."""
 
@@ -166,9 +179,9 @@ class Sender:
         if pending is None:
             return report
         report.bytes = len(pending.data)
-        due = self.is_due()
-        answers = every(self.links, lambda link: "due" if due else self.deliver(link, pending))
-        self._bring({place: why for place, why in enumerate(answers) if why is not None}, report)
+        due = Trouble("due") if self.is_due(pending) else None
+        answers = every(self.links, lambda link: due or self.deliver(link, pending))
+        self._bring({place: each.why for place, each in enumerate(answers) if each is not None}, report)
         report.seconds = time.perf_counter() - start
         return report
 
@@ -177,11 +190,11 @@ class Sender:
         found = self.source.message()
         return None if found is None else Pending(self.source.version, *found)
 
-    def is_due(self) -> bool:
-        """Whether everybody gets the full state now."""
-        return self.full_every > 0 and self.source.version % self.full_every == 0
+    def is_due(self, pending: Pending) -> bool:
+        """Whether everybody gets the full state instead."""
+        return self.full_every > 0 and pending.version % self.full_every == 0
 
-    def deliver(self, link: Link, pending: Pending) -> str | None:
+    def deliver(self, link: Link, pending: Pending) -> Trouble | None:
         """Send a message; what is wrong with the answer, or None. From any thread; it does not look at weights."""
         try:
             answer = Answer.from_bytes(link.ask(pending.data, self.seconds))
@@ -189,7 +202,7 @@ class Sender:
             return self._no_answer(error)
         return _wrong(answer, pending.version, pending.digest)
 
-    def give_full(self, places: Sequence[int], report: SyncReport) -> dict[int, str]:
+    def give_full(self, places: Sequence[int], report: SyncReport) -> dict[int, Trouble]:
         """Give some links the full state, once, side by side; what went wrong with those that did not come right.
 
         Args:
@@ -206,7 +219,7 @@ class Sender:
             answers[place] = Answer.from_bytes(links[place].ask(piece, self.seconds))
             return answers[place].refusal
 
-        def asked(piece: bytes, place: int) -> str | None:
+        def asked(piece: bytes, place: int) -> Trouble | None:
             return self._asked(partial(send, piece, place))
 
         for piece in self.source.pieces():
@@ -222,7 +235,7 @@ class Sender:
         why = self.processes.told(dict(why))
         names = self.processes.told([link.name for link in self.links])
         report.full |= {names[place]: reason for place, reason in why.items()}
-        left: Mapping[int, str] = why
+        left: Mapping[int, Trouble] = {place: Trouble(reason) for place, reason in why.items()}
         for _ in range(FULL_TRIES):
             if not left:
                 return
@@ -230,21 +243,22 @@ class Sender:
         if left:
             place, trouble = next(iter(left.items()))
             raise SyncLost(
-                f"replica {names[place]} does not come to version {self.source.version} after {FULL_TRIES} full states "
-                f"(first: {why[place]}; last: {trouble}). Restart it, or leave it out; the trainer's weights are as "
-                f"they were."
+                f"replica {names[place]} does not come to version {self.source.version} after {FULL_TRIES} full "
+                f"states (first: {why[place]}; last: {trouble.why}). Restart it, or leave it out; the trainer's "
+                f"weights are as they were."
             )
 
-    def _asked(self, work: Callable[[], str | None]) -> str | None:
+    def _asked(self, work: Callable[[], str | None]) -> Trouble | None:
         try:
-            return work()
+            refusal = work()
+            return None if refusal is None else Trouble(refusal)
         except Exception as error:  # whatever it is, a full state follows
             return self._no_answer(error)
 
-    def _no_answer(self, error: Exception) -> str:
+    def _no_answer(self, error: Exception) -> Trouble:
         if isinstance(error, TimeoutError):
-            return f"no answer within {self.seconds:g} s"
-        return f"no answer ({error or type(error).__name__})"
+            return Trouble(f"no answer within {self.seconds:g} s", late=True)
+        return Trouble(f"no answer ({error or type(error).__name__})")
 
 
 def every(items: Sequence[T], work: Callable[[T], R]) -> list[R]:
@@ -255,7 +269,7 @@ def every(items: Sequence[T], work: Callable[[T], R]) -> list[R]:
         return list(threads.map(work, items))
 
 
-def _wrong(answer: Answer, version: int, digest: int) -> str | None:
+def _wrong(answer: Answer, version: int, digest: int) -> Trouble | None:
     if (answer.version, answer.digest) == (version, digest):
         return None  # taken now, or a repeated message that had been taken already
-    return answer.refusal or f"its weights differ at version {answer.version}"
+    return Trouble(answer.refusal or f"its weights differ at version {answer.version}")

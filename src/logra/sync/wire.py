@@ -49,9 +49,7 @@ class SocketLink:
             ValueError: it has no use for the layout.
         """
         self.close()
-        answer = Answer.from_bytes(self.ask(layout.encode(), seconds))
-        if answer.refusal is not None:
-            raise ValueError(f"replica {self.name}: {answer.refusal}")
+        Answer.from_bytes(self.ask(layout.encode(), seconds)).accepted(self.name)
 
     def ask(self, data: bytes, seconds: float) -> bytes:
         """Send, and wait for the answer.
